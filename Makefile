@@ -1,0 +1,51 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both create .venv when it is absent.
+PYTHON ?= python3
+VENV ?= .venv
+# The tested torch. Override for CUDA or a newer release: make demo TORCH='torch==2.13.0+cu130'
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.PHONY: help demo test test-slow test-gpu style check clean
+
+help:
+	@echo "make demo       install and pre-train, embed, evaluate the digits graph"
+	@echo "make test       install and run the default tests"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-gpu   the tests that need CUDA"
+	@echo "make style      format and fix"
+	@echo "make check      lint and type-check"
+
+# torch first and alone: the rest then finds its requirement met and brings no second copy.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/cimage pretrain configs/demo.yaml
+	$(BIN)/cimage embed configs/demo.yaml
+	$(BIN)/cimage evaluate configs/demo.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+style: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

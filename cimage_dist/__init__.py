@@ -1,0 +1,40 @@
+"""cimage_dist: node embeddings from large unlabelled graphs by conditional-independence masked auto-encoding.
+
+Public names load on first use, so that `import cimage_dist` and `cimage --help` stay fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Config": "cimage_dist.config",
+    "load_config": "cimage_dist.config",
+    "Graph": "cimage_dist.graph.store",
+    "open_graph": "cimage_dist.graph.ingest",
+    "Pretrainer": "cimage_dist.api",
+    "evaluate": "cimage_dist.api",
+    "UserError": "cimage_dist.errors",
+}
+
+if TYPE_CHECKING:
+    from cimage_dist.api import Pretrainer, evaluate
+    from cimage_dist.config import Config, load_config
+    from cimage_dist.errors import UserError
+    from cimage_dist.graph.ingest import open_graph
+    from cimage_dist.graph.store import Graph
+
+__all__ = ["Config", "Graph", "Pretrainer", "UserError", "__version__", "evaluate", "load_config", "open_graph"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'cimage_dist' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,94 @@
+"""The Python interface: `Pretrainer(cfg).fit(graph).embed(graph)`, in the manner of scikit-learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cimage_dist import artifacts, checkpoint
+from cimage_dist.artifacts import RunDir
+from cimage_dist.comm import Comm
+from cimage_dist.config import Config, load_config, to_yaml
+from cimage_dist.errors import UserError
+from cimage_dist.eval.embed import embed_graph
+from cimage_dist.eval.validation import make_validator
+from cimage_dist.evaluation import evaluate
+from cimage_dist.graph.holdout import training_graph
+from cimage_dist.graph.store import Graph
+from cimage_dist.nn.model import CimageModel, model_from_weights
+from cimage_dist.train.loop import worker
+from cimage_dist.train.progress import Progress
+from cimage_dist.train.sink import MemorySink
+
+__all__ = ["Pretrainer", "evaluate"]
+
+
+def as_graph(graph: Any) -> Graph:
+    """A Graph as it is; a torch_geometric Data is converted."""
+    return graph if isinstance(graph, Graph) else Graph.from_data(graph)
+
+
+class Pretrainer:
+    """Self-supervised pre-training of node embeddings.
+
+    `Pretrainer(cfg).fit(graph)` trains in this process and keeps everything in memory; `save` writes what `load` reads.
+    Learned attributes: `model_`, `history_` (metric records), `step_` (the checkpoint in use).
+    """
+
+    def __init__(self, cfg: Config | None = None, progress: bool = False) -> None:
+        self.cfg = cfg or Config()
+        self.progress = progress
+
+    def fit(self, graph: Any) -> Pretrainer:
+        """Train on a Graph or a torch_geometric Data; returns self."""
+        graph = as_graph(graph)
+        topology, links = training_graph(graph, self.cfg.data, self.cfg.run.seed)
+        sink = MemorySink(Progress(quiet=not self.progress))
+        trainer = worker(self.cfg, Comm(), sink, graph, make_validator(self.cfg, graph, topology, links))
+        sink.progress.close()
+        self.model_: CimageModel = trainer.model.eval()
+        self.history_ = sink.records
+        self.step_ = trainer.step
+        if self.cfg.train.select == "val" and sink.best is not None:
+            self.step_, tensors, _ = sink.best
+            checkpoint.unpack_model(self.model_, tensors, Path("memory"))
+        return self
+
+    def embed(self, graph: Any) -> Tensor:
+        """float32 [num_nodes, K*c]; row i is node i. Any graph with the same features will do."""
+        graph = as_graph(graph)
+        self._check_fitted()
+        width = self.model_.encoder.linear.in_features
+        if graph.num_features != width:
+            raise UserError(f"The model was trained on {width} features, graph {graph.name!r} has {graph.num_features}.")
+        topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
+        return embed_graph(self.model_.encoder, graph.features(), topology)
+
+    def save(self, path: str | Path) -> Path:
+        """Write config and weights into a folder."""
+        self._check_fitted()
+        run = RunDir(path)
+        artifacts.write_text(run.config, to_yaml(self.cfg))
+        checkpoint.save(run.root / "model", self.step_, checkpoint.pack_model(self.model_), {})
+        return run.root
+
+    @classmethod
+    def load(cls, path: str | Path) -> Pretrainer:
+        """Read what `save` wrote."""
+        run = RunDir(path)
+        self = cls(load_config(run.config))
+        saved = checkpoint.load_latest(run.root / "model")
+        if saved is None:
+            raise UserError(f"No saved model in {run.root}. Use Pretrainer.save first; runs of `cimage pretrain` are read by `cimage embed`.")
+        self.model_ = model_from_weights(self.cfg, checkpoint.model_weights(saved.tensors))
+        self.step_, self.history_ = saved.step, []
+        return self
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "model_"):
+            raise UserError("This Pretrainer is not fitted yet. Call fit(graph) first.")
+
+    def __repr__(self) -> str:
+        return f"Pretrainer({'fitted, step ' + str(self.step_) if hasattr(self, 'step_') else 'not fitted'})"

@@ -1,0 +1,176 @@
+"""Files on disk: write to a temporary name, then commit by rename; manifests with checksums; the run directory's paths.
+
+Nothing here ever leaves a half-written file under its final name. A killed writer leaves only names starting with
+`.tmp-`, which readers ignore and the next writer removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from cimage_dist.errors import UserError
+
+TMP_PREFIX = ".tmp-"
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 22
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Atomic: readers see the old content or the new, never a mixture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.parent / f"{TMP_PREFIX}{path.name}-{uuid4().hex[:8]}"
+    try:
+        with tmp.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+    _fsync(path.parent)
+
+
+def write_text(path: Path, content: str) -> None:
+    write_bytes(path, content.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, sort_keys=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Parse a json file, with a readable error that names the file and what it was meant to be."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{what} not found: {path} does not exist.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} is damaged: {path} is not valid JSON ({error}). Remove it and make it again.") from None
+
+
+@contextmanager
+def committed_dir(final: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside `final`; on success rename it into place, on failure remove it.
+
+    An existing `final` is replaced only after the new one is complete.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    tmp = final.parent / f"{TMP_PREFIX}{final.name}-{uuid4().hex[:8]}"
+    tmp.mkdir()
+    try:
+        yield tmp
+        for path in sorted(tmp.rglob("*")):
+            _fsync(path)
+        _fsync(tmp)
+        if final.exists():
+            old = final.parent / f"{TMP_PREFIX}old-{final.name}-{uuid4().hex[:8]}"
+            os.rename(final, old)
+            os.rename(tmp, final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(tmp, final)
+        _fsync(final.parent)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path, name: str) -> None:
+    """Remove what killed writers of `parent/name` left behind. Call only while holding the writer's lock."""
+    if parent.is_dir():
+        for path in parent.iterdir():
+            if path.name.startswith((f"{TMP_PREFIX}{name}-", f"{TMP_PREFIX}old-{name}-")):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> str:
+    """BLAKE2b (128 bit) of a file's content."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def describe_files(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The manifest's `files` entry: size and checksum of each file."""
+    return {name: {"bytes": (directory / name).stat().st_size, "blake2b": checksum(directory / name)} for name in names}
+
+
+def damaged_file(directory: Path, files: dict[str, dict[str, Any]], verify_content: bool = True) -> str | None:
+    """Why the directory cannot be trusted (naming the first bad file), or None when all is well."""
+    for name, facts in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != facts["bytes"]:
+            return f"{path} has {size:,} bytes, its manifest says {facts['bytes']:,} (truncated or overwritten)"
+        if verify_content and checksum(path) != facts["blake2b"]:
+            return f"{path} has the right size but its checksum differs from the manifest (corrupted)"
+    return None
+
+
+class RunDir:
+    """Paths of one run. Only this class knows them."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tb"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "ckpt"
+
+    @property
+    def splits(self) -> Path:
+        return self.root / "splits"
+
+    @property
+    def embeddings(self) -> Path:
+        return self.root / "embeddings"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "eval.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.md"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.root)!r})"

@@ -1,0 +1,417 @@
+"""The one typed configuration. Unknown key, wrong type or bad range fails here, naming the key and the fix.
+
+Precedence, lowest first: defaults below, yaml files in the order given, `key=value` overrides.
+The sections up to `eval` are the science: they make the fingerprint. `run` and `resources` say where and on what it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+from cimage_dist.errors import UserError
+
+
+def opt(default: Any, help: str) -> Any:
+    """A field with its explanation, shown by `cimage show --keys`."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def section(cls: type, help: str) -> Any:
+    return field(default_factory=cls, metadata={"help": help})
+
+
+@dataclass
+class SbmConfig:
+    """A degree-corrected stochastic block model with planted label-driven and nuisance features."""
+
+    num_nodes: int = opt(10_000, "number of nodes")
+    num_blocks: int = opt(8, "number of planted blocks; they are the labels")
+    avg_degree: float = opt(20.0, "mean number of neighbours")
+    homophily: float = opt(0.8, "share of a node's edge ends that stay inside its block")
+    degree_exponent: float = opt(2.5, "power-law exponent of the degree propensities; larger is more even")
+    label_features: int = opt(16, "features driven by the block, plus noise")
+    nuisance_features: int = opt(48, "features driven by factors independent of the block")
+    noise: float = opt(1.0, "standard deviation of the feature noise")
+    seed: int = opt(0, "seed of the generator, apart from run.seed")
+
+
+@dataclass
+class DataConfig:
+    name: str = opt("digits", "digits, sbm, cora, citeseer, pubmed, photo, computers, wikics, ogbn-arxiv, ogbn-products, ogbn-papers100m, or any name you give your own graph (with data.path)")
+    path: Optional[str] = opt(None, "your own graph: a folder holding edges.* and optionally features.*, labels.*, splits.*")
+    root: Optional[str] = opt(None, "where raw files are looked for; unset: the environment variable CIMAGE_DATA_ROOT, else <store_dir>/raw")
+    store_dir: str = opt("data", "where prepared graph stores are kept")
+    features: Literal["given", "degree", "hash", "laplacian"] = opt("given", "node features: as given, or made from the graph when there are none")
+    made_features: int = opt(64, "width of features made from the graph (hash, laplacian)")
+    feature_dtype: Literal["float32", "float16"] = opt("float32", "storage type of features")
+    normalize: Literal["source", "none", "row"] = opt("source", "row: each row sums to 1; source: what is usual for this dataset")
+    verify: Literal["auto", "always", "never"] = opt("auto", "checksum of store files when opened; auto: stores up to 1 GiB")
+    split: Literal["auto", "public", "random", "per_class"] = opt("auto", "node split; auto: the public one where it exists, else random")
+    split_index: int = opt(0, "which of several public splits (WikiCS has 20)")
+    train_ratio: float = opt(0.1, "training share of a random split")
+    val_ratio: float = opt(0.1, "validation share of a random split")
+    labels_per_class: int = opt(20, "training nodes per class of a per_class split")
+    holdout_edges: Literal["none", "link"] = opt("none", "link: train on 85 % of the edges, keep 5 % and 10 % for validation and test of link prediction")
+    link_val_ratio: float = opt(0.05, "share of undirected edges kept for validation")
+    link_test_ratio: float = opt(0.10, "share of undirected edges kept for test")
+    sbm: SbmConfig = section(SbmConfig, "parameters of the generated graph `sbm`")
+
+    def __post_init__(self) -> None:
+        need(0 < self.train_ratio < 1, "data.train_ratio", "must lie strictly between 0 and 1", self.train_ratio)
+        need(0 < self.val_ratio < 1, "data.val_ratio", "must lie strictly between 0 and 1", self.val_ratio)
+        need(self.train_ratio + self.val_ratio < 1, "data.train_ratio + data.val_ratio", "must leave room for a test set (below 1)", self.train_ratio + self.val_ratio)
+        need(self.labels_per_class >= 1, "data.labels_per_class", "must be at least 1", self.labels_per_class)
+        need(self.made_features >= 1, "data.made_features", "must be at least 1", self.made_features)
+        need(self.split_index >= 0, "data.split_index", "must not be negative", self.split_index)
+        need(0 < self.link_val_ratio < 1 and 0 < self.link_test_ratio < 1, "data.link_val_ratio / data.link_test_ratio", "must lie strictly between 0 and 1", [self.link_val_ratio, self.link_test_ratio])
+        need(self.link_val_ratio + self.link_test_ratio < 1, "data.link_val_ratio + data.link_test_ratio", "must leave training edges (below 1)", self.link_val_ratio + self.link_test_ratio)
+        sbm = self.sbm
+        need(sbm.num_nodes >= 2, "data.sbm.num_nodes", "must be at least 2", sbm.num_nodes)
+        need(1 <= sbm.num_blocks <= sbm.num_nodes, "data.sbm.num_blocks", "must lie between 1 and data.sbm.num_nodes", sbm.num_blocks)
+        need(sbm.avg_degree > 0, "data.sbm.avg_degree", "must be positive", sbm.avg_degree)
+        need(0 <= sbm.homophily <= 1, "data.sbm.homophily", "must lie between 0 and 1", sbm.homophily)
+        need(sbm.degree_exponent > 1, "data.sbm.degree_exponent", "must be above 1", sbm.degree_exponent)
+        need(sbm.label_features + sbm.nuisance_features >= 1, "data.sbm.label_features", "at least one feature is needed", sbm.label_features)
+        need(sbm.label_features >= 0 and sbm.nuisance_features >= 0, "data.sbm.nuisance_features", "must not be negative", sbm.nuisance_features)
+        need(sbm.noise >= 0, "data.sbm.noise", "must not be negative", sbm.noise)
+
+
+@dataclass
+class ModelConfig:
+    num_factors: int = opt(16, "K, number of latent factors")
+    factor_dim: int = opt(32, "c, channels per factor; the embedding has K*c columns")
+    dropout: float = opt(0.5, "dropout on the input features")
+    norm: Literal["auto", "batch", "moments", "layer"] = opt("auto", "normalisation after the projection; auto: batch on the full graph, moments when sampled")
+    num_layers: int = opt(3, "routing layers")
+    routing_iterations: int = opt(4, "T, iterations inside a routing layer")
+    routing_temperature: float = opt(1.0, "softmax temperature over factors")
+    routing_init: Literal["uniform", "self"] = opt("uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)")
+    routing_final_norm: bool = opt(False, "normalise after the last iteration (paper) or not (released code)")
+    routing_grad: Literal["full", "last"] = opt("full", "differentiate all iterations, or the final aggregation only (memory / T)")
+    tail: bool = opt(True, "one parameter-free GCN smoothing of the routed factors")
+    structure_hidden: int = opt(32, "hidden width of the edge decoder")
+    structure_layers: int = opt(2, "linear layers of the edge decoder")
+    structure_dropout: float = opt(0.2, "dropout in the edge decoder")
+    factor_hidden: int = opt(256, "hidden width of the factor decoder")
+    factor_layers: int = opt(2, "linear layers of the factor decoder")
+    factor_dropout: float = opt(0.2, "dropout in the factor decoder")
+
+    def __post_init__(self) -> None:
+        for name in ("num_factors", "factor_dim", "num_layers", "routing_iterations", "structure_hidden", "structure_layers", "factor_hidden", "factor_layers"):
+            need(getattr(self, name) >= 1, f"model.{name}", "must be at least 1", getattr(self, name))
+        for name in ("dropout", "structure_dropout", "factor_dropout"):
+            need(0 <= getattr(self, name) < 1, f"model.{name}", "must lie in [0, 1)", getattr(self, name))
+        need(self.routing_temperature > 0, "model.routing_temperature", "must be positive", self.routing_temperature)
+
+
+@dataclass
+class MaskConfig:
+    start_rate: float = opt(0.7, "share of nodes (or edges) from which a masking walk starts")
+    walk_length: int = opt(3, "steps of each masking walk")
+    start: Literal["node", "edge"] = opt("node", "walks start from nodes, or from the sources of edges")
+    symmetric: bool = opt(False, "hide both directions of a masked edge; recommended for large graphs")
+
+    def __post_init__(self) -> None:
+        need(0 < self.start_rate <= 1, "mask.start_rate", "must lie in (0, 1]", self.start_rate)
+        need(self.walk_length >= 1, "mask.walk_length", "must be at least 1", self.walk_length)
+
+
+@dataclass
+class LossConfig:
+    factor_weight: float = opt(0.0, "lambda1, weight of the factor reconstruction; 0: no pseudo-labels and no conditional-independence scores are computed")
+    cluster_weight: float = opt(0.0, "lambda2, weight of the modularity loss; negative reverses its sign (ablation)")
+    sce_power: int = opt(1, "tau, power of the scaled cosine error")
+    factor_direction: Literal["paper", "code"] = opt("paper", "paper: scored factors predict the others; code: the reverse")
+    factor_cosine: Literal["flat", "per_factor"] = opt("flat", "one cosine per node over all hidden factors (paper), or one per factor (released code)")
+    factor_stopgrad: bool = opt(False, "no gradient through the reconstruction target")
+
+    def __post_init__(self) -> None:
+        need(self.factor_weight >= 0, "loss.factor_weight", "must not be negative", self.factor_weight)
+        need(1 <= self.sce_power <= 10, "loss.sce_power", "must lie between 1 and 10", self.sce_power)
+
+
+@dataclass
+class ClusterConfig:
+    init: Literal["selfkmeans", "file"] = opt("selfkmeans", "initial labels: k-means on an encoder trained with the edge loss alone, or from a file")
+    labels_path: Optional[str] = opt(None, "with init=file: a .npy of one integer per node (-1: none), or .npz with `labels` and `confidence`")
+    num_clusters: Optional[int] = opt(None, "number of clusters; unset: the graph's number of classes")
+    init_epochs: int = opt(30, "epochs of the edge-only training of selfkmeans")
+    restarts: int = opt(10, "k-means restarts")
+    fraction: float = opt(0.15, "share of each cluster that is trusted from the start")
+    growth: Literal["any", "mean", "quantile"] = opt("any", "rule by which nodes join the trusted set at a refresh")
+    growth_threshold: float = opt(0.99, "cosine from which a node joins")
+    growth_agree: bool = opt(False, "a node joins only where the matched member has the same label")
+    bank_size: int = opt(8192, "trusted embeddings that others are compared with")
+
+    def __post_init__(self) -> None:
+        need(self.init != "file" or self.labels_path is not None, "cluster.labels_path", "must be set when cluster.init is 'file'", self.labels_path)
+        need(self.num_clusters is None or self.num_clusters >= 2, "cluster.num_clusters", "must be at least 2", self.num_clusters)
+        need(0 < self.fraction <= 1, "cluster.fraction", "must lie in (0, 1]", self.fraction)
+        need(-1 <= self.growth_threshold <= 1, "cluster.growth_threshold", "is a cosine: it must lie in [-1, 1]", self.growth_threshold)
+        for name in ("init_epochs", "restarts", "bank_size"):
+            need(getattr(self, name) >= 1, f"cluster.{name}", "must be at least 1", getattr(self, name))
+
+
+@dataclass
+class CIConfig:
+    every_steps: int = opt(5, "optimiser steps between refreshes of the trusted set, the scores and the partition")
+    partition: Literal["ci", "random"] = opt("ci", "factors are parted by conditional-independence scores, or at random into halves (control)")
+    features: Literal["channel", "factor_mean"] = opt("channel", "HSIC on all K*c channels, averaged per factor afterwards (paper), or on K factor means (released code)")
+    lam: Optional[float] = opt(None, "L1 weight of the score solver; unset: chosen so that about `target` factors are scored")
+    target: Optional[int] = opt(None, "wanted number of scored factors when lam is unset; unset: K/2")
+    solver: Literal["vi", "nnlasso"] = opt("vi", "variational HSIC lasso, or plain non-negative lasso")
+    inner: Literal["cd", "jacobi"] = opt("cd", "inner solver of vi: coordinate descent, or the reference's Jacobi")
+    pi: float = opt(0.5, "weight of the conditional term")
+    conditional: Literal["constant", "stratified"] = opt("constant", "conditional term by the constant pi, or by within-class blocks (needs solver=nnlasso)")
+    block_size: int = opt(20, "samples per HSIC block")
+    repeats: int = opt(3, "permutations of the sample")
+    block_classes: Optional[int] = opt(None, "classes per block; unset: all (5 is advised for more than 20 classes)")
+    max_samples: int = opt(20_000, "most samples of a refresh")
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "repeats"):
+            need(getattr(self, name) >= 1, f"ci.{name}", "must be at least 1", getattr(self, name))
+        need(self.block_size >= 2, "ci.block_size", "must be at least 2", self.block_size)
+        need(self.lam is None or self.lam >= 0, "ci.lam", "must not be negative", self.lam)
+        need(self.target is None or self.target >= 1, "ci.target", "must be at least 1", self.target)
+        need(0 <= self.pi < 1, "ci.pi", "must lie in [0, 1)", self.pi)
+        need(self.conditional == "constant" or self.solver == "nnlasso", "ci.conditional", "is 'stratified', which needs ci.solver=nnlasso", self.conditional)
+        need(self.block_classes is None or self.block_classes >= 2, "ci.block_classes", "must be at least 2", self.block_classes)
+        need(self.max_samples >= 2 * self.block_size, "ci.max_samples", "must be at least twice ci.block_size", self.max_samples)
+
+
+@dataclass
+class SamplerConfig:
+    fanouts: list[int] = opt([], "neighbours sampled per hop, e.g. [10, 10, 5]; -1: all; empty: train on the full graph")
+    batch_edges: int = opt(1024, "seed edges of the global batch, whatever the number of workers")
+    backend: Literal["auto", "pyg-lib", "torch-sparse", "csr"] = opt("auto", "neighbour sampler; auto: pyg-lib where present, else our own csr")
+    rescale: bool = opt(True, "weight messages by degree / sampled neighbours")
+    hide_rate: float = opt(0.3, "share of the other edges hidden from message passing, beside the batch's own")
+    loader_processes: int = opt(0, "processes that prepare batches ahead; 0: in the training process")
+    prefetch: int = opt(2, "batches each loader process keeps ready")
+
+    def __post_init__(self) -> None:
+        need(all(n == -1 or n >= 1 for n in self.fanouts), "sampler.fanouts", "entries must be at least 1, or -1 for all neighbours", self.fanouts)
+        need(self.batch_edges >= 2, "sampler.batch_edges", "must be at least 2", self.batch_edges)
+        need(0 <= self.hide_rate < 1, "sampler.hide_rate", "must lie in [0, 1)", self.hide_rate)
+        need(self.loader_processes >= 0, "sampler.loader_processes", "must not be negative", self.loader_processes)
+        need(self.prefetch >= 1, "sampler.prefetch", "must be at least 1", self.prefetch)
+
+
+@dataclass
+class OptimConfig:
+    lr_max: float = opt(0.01, "learning rate after each restart")
+    lr_min: float = opt(0.001, "learning rate at the end of each cosine period")
+    t0_steps: int = opt(10, "optimiser steps of the first cosine period")
+    t_mult: int = opt(2, "each period is this many times the one before")
+    weight_decay: float = opt(5e-5, "Adam's L2 penalty")
+    clip_norm: float = opt(1.0, "gradient norm is clipped here; 0 turns clipping off")
+
+    def __post_init__(self) -> None:
+        need(self.lr_max > 0, "optim.lr_max", "must be positive", self.lr_max)
+        need(0 <= self.lr_min <= self.lr_max, "optim.lr_min", "must lie between 0 and optim.lr_max", self.lr_min)
+        need(self.t0_steps >= 1, "optim.t0_steps", "must be at least 1", self.t0_steps)
+        need(self.t_mult >= 1, "optim.t_mult", "must be at least 1", self.t_mult)
+        need(self.weight_decay >= 0, "optim.weight_decay", "must not be negative", self.weight_decay)
+        need(self.clip_norm >= 0, "optim.clip_norm", "must not be negative", self.clip_norm)
+
+
+@dataclass
+class TrainConfig:
+    epochs: int = opt(100, "passes; on the full graph one epoch is one mask, almost always one step")
+    batch_edges: int = opt(65_536, "masked edges per optimiser step on the full graph")
+    validate_every: int = opt(0, "steps between validation scores during training; 0: never")
+    validate_by: Literal["auto", "node", "link"] = opt("auto", "validation score: probe accuracy or link AUC; auto: link when edges are held out")
+    select: Literal["last", "val"] = opt("last", "which checkpoint is embedded: the last, or the best by validation score")
+
+    def __post_init__(self) -> None:
+        need(self.epochs >= 1, "train.epochs", "must be at least 1", self.epochs)
+        need(self.batch_edges >= 1, "train.batch_edges", "must be at least 1", self.batch_edges)
+        need(self.validate_every >= 0, "train.validate_every", "must not be negative", self.validate_every)
+        need(self.select == "last" or self.validate_every > 0, "train.select", "is 'val', so train.validate_every must be above 0", self.select)
+
+
+@dataclass
+class EvalConfig:
+    probe_lr_max: float = opt(0.01, "learning rate of the linear probe")
+    probe_lr_min: float = opt(0.01, "learning rate at the end of each cosine period of the probe")
+    probe_weight_decay: float = opt(0.0, "weight decay of the linear probe")
+    probe_epochs: int = opt(300, "epochs of the linear probe")
+    probe_batch: int = opt(20_000, "batch size of the linear probe")
+    few_labels: list[int] = opt([], "also probe with this many labels per class, e.g. [2, 5, 18]")
+    few_label_splits: int = opt(5, "split seeds of the few-label probe")
+    kmeans_restarts: int = opt(10, "k-means restarts when clustering is scored")
+    controls: bool = opt(True, "score raw features, smoothed features and the untrained encoder beside the model")
+
+    def __post_init__(self) -> None:
+        need(self.probe_lr_max > 0, "eval.probe_lr_max", "must be positive", self.probe_lr_max)
+        need(0 <= self.probe_lr_min <= self.probe_lr_max, "eval.probe_lr_min", "must lie between 0 and eval.probe_lr_max", self.probe_lr_min)
+        need(self.probe_weight_decay >= 0, "eval.probe_weight_decay", "must not be negative", self.probe_weight_decay)
+        for name in ("probe_epochs", "probe_batch", "few_label_splits", "kmeans_restarts"):
+            need(getattr(self, name) >= 1, f"eval.{name}", "must be at least 1", getattr(self, name))
+        need(all(n >= 1 for n in self.few_labels), "eval.few_labels", "entries must be at least 1", self.few_labels)
+
+
+@dataclass
+class RunConfig:
+    seed: int = opt(0, "seed of everything drawn in this run")
+    dir: Optional[str] = opt(None, "run directory; unset: runs/<data.name>/<fingerprint>/seed-<seed>")
+    log_every: int = opt(10, "steps between lines in metrics.jsonl")
+    checkpoint_every: int = opt(50, "steps between checkpoints; the last step is always saved")
+    keep_checkpoints: int = opt(2, "how many recent checkpoints stay, beside the best")
+    tensorboard: bool = opt(True, "write TensorBoard events")
+
+    def __post_init__(self) -> None:
+        need(0 <= self.seed < 2**62, "run.seed", "must not be negative (nor 2^62 or more)", self.seed)
+        for name in ("log_every", "checkpoint_every", "keep_checkpoints"):
+            need(getattr(self, name) >= 1, f"run.{name}", "must be at least 1", getattr(self, name))
+
+
+@dataclass
+class ResourcesConfig:
+    num_workers: int = opt(1, "training processes with --on ray")
+    cpus_per_worker: int = opt(1, "CPUs that Ray reserves for each worker")
+    threads: int = opt(0, "CPU threads of each process; 0: cpus_per_worker with --on ray, else torch's choice")
+    device: Literal["auto", "cpu", "cuda"] = opt("auto", "where tensors live; auto: CUDA where there is one")
+    timeout_s: int = opt(600, "seconds after which a hanging collective fails")
+    max_failures: int = opt(3, "worker failures after which Ray gives up; each resumes from the last checkpoint")
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "cpus_per_worker", "timeout_s"):
+            need(getattr(self, name) >= 1, f"resources.{name}", "must be at least 1", getattr(self, name))
+        for name in ("threads", "max_failures"):
+            need(getattr(self, name) >= 0, f"resources.{name}", "must not be negative", getattr(self, name))
+
+
+@dataclass
+class Config:
+    data: DataConfig = section(DataConfig, "the graph")
+    model: ModelConfig = section(ModelConfig, "encoder and decoders")
+    mask: MaskConfig = section(MaskConfig, "edge masking")
+    sampler: SamplerConfig = section(SamplerConfig, "neighbour-sampled mini-batches")
+    loss: LossConfig = section(LossConfig, "weights of the objective")
+    cluster: ClusterConfig = section(ClusterConfig, "pseudo-labels")
+    ci: CIConfig = section(CIConfig, "conditional-independence scores")
+    optim: OptimConfig = section(OptimConfig, "optimiser and schedule")
+    train: TrainConfig = section(TrainConfig, "length, validation, selection")
+    eval: EvalConfig = section(EvalConfig, "scores")
+    run: RunConfig = section(RunConfig, "seed, directory, logging")
+    resources: ResourcesConfig = section(ResourcesConfig, "machines")
+
+
+def need(ok: bool, key: str, rule: str, got: Any) -> None:
+    if not ok:
+        raise UserError(f"{key} {rule}; got {got!r}.")
+
+
+# Keys that say where things are, not what is computed: they leave the fingerprint alone.
+_WHERE = {"data": ("path", "root", "store_dir", "verify"), "sampler": ("loader_processes", "prefetch")}
+_NOT_SCIENCE = ("run", "resources")
+
+
+def fingerprint(cfg: Config) -> str:
+    """12 hex digits of the science sections: the same experiment on another machine keeps its name."""
+    tree = dataclasses.asdict(cfg)
+    for name in _NOT_SCIENCE:
+        del tree[name]
+    for name, keys in _WHERE.items():
+        for key in keys:
+            del tree[name][key]
+    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def run_dir(cfg: Config) -> Path:
+    return Path(cfg.run.dir) if cfg.run.dir else Path("runs") / cfg.data.name / fingerprint(cfg) / f"seed-{cfg.run.seed}"
+
+
+def known_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], str]]:
+    """Every dotted key with its field and explanation."""
+    for item in dataclasses.fields(cls):
+        key = f"{prefix}{item.name}"
+        factory = item.default_factory
+        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+            yield from known_keys(factory, f"{key}.")
+        else:
+            yield key, item, item.metadata.get("help", "")
+
+
+def _check_keys(layer: Any, where: str, cls: type = Config, prefix: str = "") -> None:
+    """Fail on the first unknown key of a layer, with the nearest known one as a suggestion."""
+    names = {item.name: item for item in dataclasses.fields(cls)}
+    for key in layer:
+        dotted = f"{prefix}{key}"
+        if key not in names:
+            every = [k for k, _, _ in known_keys()]
+            near = difflib.get_close_matches(dotted, every, n=1, cutoff=0.5) or difflib.get_close_matches(str(key), [k.rsplit(".", 1)[-1] for k in every], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"Unknown config key {dotted!r} in {where}.{hint} `cimage show --keys` lists all keys.")
+        factory = names[key].default_factory
+        nested = isinstance(factory, type) and dataclasses.is_dataclass(factory)
+        value = layer._get_node(key)
+        if nested and isinstance(factory, type):
+            if not hasattr(value, "items"):
+                raise UserError(f"{dotted} in {where} is a section, not a value; write {dotted}.<key>=... or a nested mapping.")
+            _check_keys(value, where, factory, f"{dotted}.")
+
+
+def _load_yaml(path: str) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not Path(path).is_file():
+        raise UserError(f"Config file not found: {path}. Give a yaml file (see configs/) or key=value overrides.")
+    try:
+        layer = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"Config file {path} cannot be read as yaml: {' '.join(str(error).split())}") from None
+    if not hasattr(layer, "items"):
+        raise UserError(f"Config file {path} must hold a mapping of sections (data:, model:, ...), not a list or a single value.")
+    return layer
+
+
+def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Defaults, then each yaml in order, then `key=value` overrides; checked, as plain dataclasses."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    layers = [(str(path), _load_yaml(str(path))) for path in paths]
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"Override {text!r} is not of the form key=value, e.g. train.epochs=50.")
+        try:
+            layers.append((f"the override {text!r}", OmegaConf.from_dotlist([text])))
+        except Exception as error:  # yaml inside a value: the parser's own exception types vary
+            raise UserError(f"Override {text!r} cannot be read: {' '.join(str(error).split())}") from None
+    merged = OmegaConf.structured(Config)
+    for where, layer in layers:
+        _check_keys(layer, where)
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None) or "a value"
+            message = str(getattr(error, "msg", None) or error).split("\n")[0]
+            raise UserError(f"{key} in {where}: {message}.") from None
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        cause = error.__cause__ if isinstance(error.__cause__, UserError) else None
+        raise cause or UserError(f"Config cannot be resolved: {str(error).splitlines()[0]}") from None
+    assert isinstance(config, Config)
+    return config
+
+
+def to_yaml(cfg: Config) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))

@@ -1,0 +1,49 @@
+"""What this machine and installation offer: recorded with every run, shown by `cimage doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+PACKAGES = ("cimage-dist", "torch", "torch-geometric", "ray", "numpy", "scikit-learn", "omegaconf", "safetensors", "pyarrow")
+# name -> (module, what it is for, how to get it)
+OPTIONAL = {
+    "pyg-lib": ("pyg_lib", "fast neighbour sampling on CPU and CUDA", "install the pyg-lib wheel that matches your torch"),
+    "torch-sparse": ("torch_sparse", "alternative neighbour sampling", "pip install 'cimage-dist[sparse]' (compiles for minutes)"),
+    "ogb": ("ogb", "download of ogbn-* datasets and their evaluators", "pip install 'cimage-dist[ogb]'"),
+    "optuna": ("optuna", "Bayesian search in sweeps", "pip install 'cimage-dist[tune]'"),
+    "numba": ("numba", "compiled sampling and solver loops", "pip install numba"),
+}
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def describe() -> dict[str, Any]:
+    """Versions and hardware, for env.json."""
+    import torch
+
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+    }
+
+
+def optional_packages() -> list[dict[str, Any]]:
+    """Each optional package: whether it is there, what it would add, how to get it."""
+    return [
+        {"name": name, "present": importlib.util.find_spec(module) is not None, "version": package_version(name), "adds": adds, "install": how}
+        for name, (module, adds, how) in OPTIONAL.items()
+    ]

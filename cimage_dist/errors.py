@@ -1,0 +1,16 @@
+"""The one exception a person may meet: what is wrong, where, and how to mend it."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The command line prints the message alone and exits with code 2."""
+
+
+class Interrupted(Exception):
+    """Training stopped on a signal after saving; `signum` tells which."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(f"stopped by signal {signum} after step {step}")
+        self.signum = signum
+        self.step = step

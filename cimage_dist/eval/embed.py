@@ -1,0 +1,59 @@
+"""Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cimage_dist.nn.encoder import Encoder, Encoding
+from cimage_dist.nn.routing import normalize_factors
+from cimage_dist.nn.tail import gcn_smooth
+from cimage_dist.types import EdgeList, Topology
+
+# Gathered floats per range: 2^24 is 64 MB a copy; a few copies are alive at once.
+MAX_FLOATS = 1 << 24
+
+
+def target_ranges(topology: Topology, width: int, max_floats: int = MAX_FLOATS) -> Iterator[slice]:
+    """Consecutive row ranges holding at most max_floats / width messages each (a single larger row stands alone)."""
+    limit = max(1, max_floats // width)
+    begin = 0
+    while begin < topology.num_nodes:
+        end = int(torch.searchsorted(topology.indptr, topology.indptr[begin] + limit, right=True)) - 1
+        end = min(max(end, begin + 1), begin + limit, topology.num_nodes)
+        yield slice(begin, end)
+        begin = end
+
+
+def range_edges(topology: Topology, rows: slice, device: torch.device) -> EdgeList:
+    """Messages into a range of rows; dst counts from its start."""
+    first, last = int(topology.indptr[rows.start]), int(topology.indptr[rows.stop])
+    dst = torch.repeat_interleave(topology.indptr[rows.start : rows.stop + 1].diff())
+    return EdgeList(topology.indices[first:last].to(torch.int64).to(device), dst.to(device), topology.num_nodes)
+
+
+@torch.no_grad()
+def encode_graph(encoder: Encoder, x: Tensor, topology: Topology, max_floats: int = MAX_FLOATS) -> Encoding:
+    """(h, z) of all nodes on the unmasked topology, equal to the encoder's own forward in eval mode."""
+    was_training = encoder.training
+    encoder.eval()
+    device, dtype = encoder.linear.weight.device, encoder.linear.weight.dtype
+    width = encoder.cfg.num_factors * encoder.cfg.factor_dim
+    step = max(1, max_floats // max(width, x.shape[1]))
+    h = torch.cat([encoder.project(x[begin : begin + step].to(device, dtype)) for begin in range(0, x.shape[0], step)])
+    for _ in range(encoder.cfg.num_layers):
+        unit = normalize_factors(h)
+        h = torch.cat([encoder.route_layer(unit, range_edges(topology, rows, device), rows) for rows in target_ranges(topology, width, max_floats)])
+    z = h
+    if encoder.cfg.tail:
+        degree = (topology.degrees() + 1).to(device)
+        z = torch.cat([gcn_smooth(h, range_edges(topology, rows, device), degree, rows) for rows in target_ranges(topology, width, max_floats)])
+    encoder.train(was_training)
+    return Encoding(h, z)
+
+
+def embed_graph(encoder: Encoder, x: Tensor, topology: Topology) -> Tensor:
+    """The embedding: z with all K factors, float32 [N, K*C] on the CPU; row i is global node i."""
+    return encode_graph(encoder, x, topology).z.flatten(1).float().cpu()

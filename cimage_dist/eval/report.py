@@ -1,0 +1,124 @@
+"""Scores as a table on the terminal, and a run as a readable Markdown page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cimage_dist import artifacts
+from cimage_dist.artifacts import RunDir
+from cimage_dist.config import Config, known_keys
+from cimage_dist.errors import UserError
+
+OURS = "CIMAGE"
+SCORES = {
+    "node": {"val": "node probe, val", "test": "node probe, test"},
+    "cluster": {"acc": "clustering ACC", "nmi": "clustering NMI"},
+    "link": {"auc": "link AUC", "ap": "link AP"},
+}
+
+
+def score_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(column names, rows): one row a score, one column a method, ours last. Percent; ± is the population standard deviation."""
+    methods = {**result.get("controls", {}), OURS if "run_dir" in result else "this embedding": result}
+    rows = []
+    for n in result.get("few_labels") or {}:
+        cells = [(scores.get("few_labels") or {}).get(n) for scores in methods.values()]
+        rows.append([f"{n} labels per class", *[f"{c['mean']:.1f} ± {c['std']:.1f}" if c else "-" for c in cells]])
+    for group, keys in SCORES.items():
+        for key, label in keys.items():
+            values = [(scores.get(group) or {}).get(key) for scores in methods.values()]
+            if any(value is not None for value in values):
+                rows.append([label, *["-" if value is None else f"{value:.2f}" for value in values]])
+    return ["", *methods], rows
+
+
+def footnotes(result: dict[str, Any]) -> list[str]:
+    notes = [f"graph {result.get('graph', '?')}, seed {result.get('seed', '?')}, {result.get('edges', '')}"]
+    if result.get("link") is None:
+        notes.append(f"no link scores: {result.get('link_reason', 'not asked for')}")
+    elif result.get("controls"):
+        notes.append("link scores: ours by the trained edge decoder, controls by the cosine of the two rows")
+    if result.get("controls"):
+        notes.append("raw: node features; smoothed: features averaged over two hops; untrained: our encoder before training")
+    if result.get("node") is None:
+        notes.append(f"no node scores: {result.get('node_reason', 'not asked for')}")
+    if result.get("few_labels"):
+        count = len(next(iter(result["few_labels"].values()))["scores"])
+        notes.append(f"few labels: test accuracy, mean ± std over {count} random label draws, without a validation set")
+    return notes
+
+
+def print_scores(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns, rows = score_table(result)
+    table = Table(title="scores in percent", title_justify="left")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 else "right", style="bold" if i == len(columns) - 1 else None)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for note in footnotes(result):
+        console.print(note, highlight=False, markup=False)
+    if "run_dir" in result:
+        console.print(f"run directory: {result['run_dir']}", highlight=False, markup=False)
+
+
+def _markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *[f"| {' | '.join(row)} |" for row in rows]]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def write_report(run: RunDir, cfg: Config) -> Path:
+    """report.md: scores, how training went, and which settings differ from the defaults."""
+    if not run.summary.is_file():
+        raise UserError(f"No finished run in {run.root}. Run `cimage pretrain` with the same config first.")
+    summary = artifacts.read_json(run.summary, "the run's summary")
+    env = artifacts.read_json(run.environment, "the run's environment record")
+    lines = [f"# Run {run.root}", ""]
+    lines += [f"Graph **{env['graph']['name']}**: {env['graph']['nodes']:,} nodes, {env['graph']['edges'] // 2:,} undirected edges. "]
+    lines[-1] += f"{summary['steps']} steps, fingerprint `{summary['fingerprint']}`, seed {cfg.run.seed}."
+    if summary["edges_held_out"]:
+        lines += ["", f"{summary['edges_held_out']:,} edges were held out of training for link prediction."]
+    lines += ["", "## Scores", ""]
+    if run.evaluation.is_file():
+        result = artifacts.read_json(run.evaluation, "the run's scores")
+        lines += [*_markdown_table(*score_table(result)), "", *[f"- {note}" for note in footnotes(result)]]
+    else:
+        lines.append("Not evaluated yet: `cimage evaluate` with the same config.")
+    lines += ["", "## Training", ""]
+    records = read_metrics(run.metrics)
+    train = [r for r in records if r["kind"] == "train"]
+    shown = train[:: max(1, len(train) // 10)] if train else []
+    if shown and shown[-1] is not train[-1]:
+        shown.append(train[-1])
+    names = [name for name in (shown[0] if shown else {}) if name not in ("kind", "step", "seconds")]
+    lines += _markdown_table(["step", *names], [[str(r["step"]), *[f"{r[name]:.4g}" for name in names]] for r in shown])
+    scores = [r for r in records if r["kind"] == "val"]
+    if scores:
+        best = max(scores, key=lambda r: r["score"])
+        lines += ["", f"Validation: best {best['score']:.2f} at step {best['step']}, last {scores[-1]['score']:.2f}."]
+    lines += ["", "## Settings that differ from the defaults", "", *_markdown_table(["key", "value", "default"], _changed(cfg)), ""]
+    versions = ", ".join(f"{name} {version}" for name, version in env["packages"].items() if version)
+    lines += ["## Environment", "", f"Python {env['python']}, {env['platform']}, {env['cpu_count']} CPUs; {versions}.", ""]
+    artifacts.write_text(run.report, "\n".join(lines))
+    return run.report
+
+
+def _changed(cfg: Config) -> list[list[str]]:
+    defaults = Config()
+    rows = []
+    for key, _, _ in known_keys():
+        now, usual = cfg, defaults
+        for part in key.split("."):
+            now, usual = getattr(now, part), getattr(usual, part)
+        if now != usual:
+            rows.append([f"`{key}`", str(now), str(usual)])
+    return rows

@@ -1,0 +1,63 @@
+"""The score that may steer training: computed from training and validation data, never from test data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from cimage_dist.config import Config
+from cimage_dist.errors import UserError
+from cimage_dist.eval.embed import embed_graph
+from cimage_dist.eval.links import link_scores
+from cimage_dist.eval.probe import linear_probe
+from cimage_dist.graph.splits import node_split
+from cimage_dist.graph.store import Graph
+from cimage_dist.nn.model import CimageModel
+from cimage_dist.types import LinkSplit, Topology
+
+
+def decoder_score(model: CimageModel, z: Tensor) -> Callable[[Tensor], Tensor]:
+    """Link logits by the trained structure decoder, in eval mode; z [N, D]."""
+    device = next(model.structure.parameters()).device
+
+    def score(pairs: Tensor) -> Tensor:
+        model.structure.eval()
+        return model.structure(z.to(device), pairs.to(device)).detach().cpu()
+
+    return score
+
+
+def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSplit | None) -> Callable[[CimageModel], dict[str, float]] | None:
+    """A function model -> {"score": ..., ...} in percent, or None when validation is off.
+
+    By link AUC when edges were held out (or train.validate_by=link), else by the linear probe's validation accuracy.
+    """
+    if cfg.train.validate_every == 0:
+        return None
+    by = cfg.train.validate_by
+    if by == "auto":
+        by = "link" if links is not None else "node"
+    x = graph.features()
+    if by == "link":
+        if links is None:
+            raise UserError("train.validate_by is 'link', but no edges are held out. Set data.holdout_edges=link.")
+
+        def validate_links(model: CimageModel) -> dict[str, float]:
+            z = embed_graph(model.encoder, x, topology)
+            scores = link_scores(decoder_score(model, z), links.val_pos, links.val_neg)
+            return {"score": scores["auc"], "link_auc": scores["auc"], "link_ap": scores["ap"]}
+
+        return validate_links
+    labels = graph.labels()
+    if labels is None:
+        raise UserError(f"Graph {graph.name!r} has no labels to validate on. Set train.validate_every=0 and train.select=last, or hold out edges with data.holdout_edges=link.")
+    split = node_split(graph, cfg.data, cfg.run.seed)
+
+    def validate_nodes(model: CimageModel) -> dict[str, float]:
+        z = embed_graph(model.encoder, x, topology)
+        result = linear_probe(z, labels, split, cfg.eval, cfg.run.seed, graph.num_classes, read_test=False)
+        assert result.val is not None
+        return {"score": result.val, "node_acc": result.val}
+
+    return validate_nodes

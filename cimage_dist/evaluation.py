@@ -1,0 +1,110 @@
+"""The evaluate stage: our embedding beside raw features, smoothed features and the untrained encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cimage_dist import artifacts, stages
+from cimage_dist.artifacts import RunDir
+from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.errors import UserError
+from cimage_dist.eval.controls import smooth_features
+from cimage_dist.eval.embed import embed_graph
+from cimage_dist.eval.links import dot_score, link_scores
+from cimage_dist.eval.score import score_embedding
+from cimage_dist.eval.validation import decoder_score
+from cimage_dist.graph.holdout import training_graph
+from cimage_dist.graph.ingest import open_graph
+from cimage_dist.graph.splits import node_split
+from cimage_dist.graph.store import Graph
+from cimage_dist.types import LinkSplit, Topology
+
+NO_HOLDOUT = "trained on all edges, so no edge is left that training has not seen; train with data.holdout_edges=link"
+FOREIGN = "an embedding from a file may have seen the held-out edges and brings no decoder"
+
+
+def evaluate(z: Tensor | np.ndarray, graph: Graph, cfg: Config | None = None, tasks: Sequence[str] = ("node", "cluster")) -> dict[str, Any]:
+    """Score any embedding matrix (row i is node i) on the graph's labels and structure; numbers in percent."""
+    cfg = cfg or Config()
+    known = ("node", "link", "cluster")
+    if unknown := sorted(set(tasks) - set(known)):
+        raise UserError(f"Unknown evaluation task {unknown[0]!r}; choose from {', '.join(known)}.")
+    z = check_embedding(z, graph)
+    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+    scores = _score(z, graph, topology, cfg, tasks)
+    return scores | {"link": None, "link_reason": FOREIGN}
+
+
+def check_embedding(z: Tensor | np.ndarray, graph: Graph, where: str = "the embedding") -> Tensor:
+    z = torch.as_tensor(np.asarray(z) if not isinstance(z, Tensor) else z)
+    if z.dim() != 2 or not z.is_floating_point():
+        raise UserError(f"{where} must be a matrix of floats [nodes, width]; got shape {list(z.shape)} of {z.dtype}.")
+    if z.shape[0] != graph.num_nodes:
+        raise UserError(f"{where} has {z.shape[0]:,} rows, but graph {graph.name!r} has {graph.num_nodes:,} nodes. Row i must be node i.")
+    finite = z.isfinite().all(dim=1)
+    if not finite.all():
+        rows = (~finite).nonzero().squeeze(-1)
+        raise UserError(f"{where} has NaN or infinite values in {rows.numel():,} rows (first: {rows[:5].tolist()}).")
+    return z.float()
+
+
+def load_embedding_file(path: Path, graph: Graph) -> Tensor:
+    """A .npy matrix from anywhere."""
+    try:
+        return check_embedding(np.load(path, allow_pickle=False), graph, str(path))
+    except FileNotFoundError:
+        raise UserError(f"Embedding file not found: {path}.") from None
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"Embedding file {path} cannot be read as a .npy matrix: {error}. Save it with numpy.save (no object arrays).") from None
+
+
+def _score(z: Tensor, graph: Graph, topology: Topology, cfg: Config, tasks: Sequence[str]) -> dict[str, Any]:
+    split = node_split(graph, cfg.data, cfg.run.seed) if graph.labels() is not None else None
+    return score_embedding(z, graph.labels(), split, topology, cfg.eval, cfg.run.seed, tasks=[t for t in tasks if t != "link"])
+
+
+def _score_links(score: Callable[[Tensor], Tensor], links: LinkSplit) -> dict[str, float]:
+    return link_scores(score, links.test_pos, links.test_neg)
+
+
+def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None = None, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Score a run (or an embedding file under the same protocol) and write eval.json. Test data is read here and nowhere else."""
+    graph = graph or open_graph(cfg.data)
+    topology, links = training_graph(graph, cfg.data, cfg.run.seed)
+    tasks = ("node", "cluster")
+    if embedding is not None:
+        result = _score(load_embedding_file(embedding, graph), graph, topology, cfg, tasks) | {"link": None, "link_reason": FOREIGN}
+        return result | _facts(cfg, graph, links) | {"embedding": str(embedding)}
+    run = RunDir(run_dir(cfg))
+    model, saved = stages.load_model(cfg, graph)
+    if stages.embedded_step(run) != saved.step:
+        stages.embed(cfg, graph, note=note)
+    note("scoring the embedding")
+    z = stages.load_embeddings(run)
+    result = _score(z, graph, topology, cfg, tasks)
+    result |= {"link": _score_links(decoder_score(model, z), links)} if links else {"link": None, "link_reason": NO_HOLDOUT}
+    if cfg.eval.controls:
+        x = graph.features()
+        smoothed = smooth_features(x, topology)
+        untrained = embed_graph(stages.untrained_model(cfg, graph).encoder, x, topology)
+        rows = {"raw": x, "smoothed": smoothed, "untrained": untrained}
+        result["controls"] = {}
+        for name, matrix in rows.items():
+            note(f"scoring the control: {name}")
+            scores = _score(matrix, graph, topology, cfg, tasks)
+            scores["link"] = _score_links(dot_score(torch.nn.functional.normalize(matrix.float(), dim=1)), links) if links else None
+            result["controls"][name] = scores
+    result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": str(run.root)}
+    artifacts.write_json(run.evaluation, result)
+    return result
+
+
+def _facts(cfg: Config, graph: Graph, links: LinkSplit | None) -> dict[str, Any]:
+    held = f"{cfg.data.link_val_ratio:.0%} and {cfg.data.link_test_ratio:.0%} of the edges were held out of training" if links else "trained on all edges"
+    return {"graph": graph.name, "fingerprint": fingerprint(cfg), "seed": cfg.run.seed, "edges": held}

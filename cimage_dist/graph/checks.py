@@ -1,0 +1,148 @@
+"""Checks every graph passes before it is stored: one readable error each, with counts and the first offending rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cimage_dist.errors import UserError
+
+Array = np.ndarray[Any, Any]
+_SHOWN = 3
+
+
+def check_ids(src: Array, dst: Array, num_nodes: int, where: str = "the edge list", first: int = 0) -> tuple[Array, Array]:
+    """Both ends of each edge as integers in [0, num_nodes). `first` is the number of edges read before this chunk."""
+    src, dst = np.asarray(src), np.asarray(dst)
+    if src.ndim != 1 or src.shape != dst.shape:
+        raise UserError(f"{where}: sources and targets must be two columns of equal length; got shapes {src.shape} and {dst.shape}.")
+    src, dst = _integers(src, where, first), _integers(dst, where, first)
+    if src.size == 0:
+        return src, dst
+    low, high = min(int(src.min()), int(dst.min())), max(int(src.max()), int(dst.max()))
+    if low >= 0 and high < num_nodes:
+        return src, dst
+    seen = f"of the first {first + src.size:,} edges"
+    if low < 0:
+        bad = np.flatnonzero((src < 0) | (dst < 0))
+        raise UserError(
+            f"{where}: {bad.size:,} {seen} have a negative node id. First: {_show(bad, src, dst, first)}. Node ids count from 0; remove or renumber these rows."
+        )
+    bad = np.flatnonzero((src >= num_nodes) | (dst >= num_nodes))
+    raise UserError(
+        f"{where}: {bad.size:,} {seen} name a node outside 0..{num_nodes - 1:,} (the graph has {num_nodes:,} nodes; highest id seen {high:,}). "
+        f"First: {_show(bad, src, dst, first)}. Node ids count from 0 and must match the rows of the features or labels; if yours count from 1, subtract 1."
+    )
+
+
+def _show(bad: Array, src: Array, dst: Array, first: int) -> str:
+    return ", ".join(f"edge {first + int(i) + 1:,} ({src[i]} -> {dst[i]})" for i in bad[:_SHOWN])
+
+
+def _integers(ids: Array, where: str, first: int) -> Array:
+    if ids.dtype.kind in "iu":
+        return ids
+    if ids.dtype.kind == "f":
+        whole = np.isfinite(ids) & (ids == np.trunc(ids))
+        if whole.all():
+            return ids.astype(np.int64)
+        bad = np.flatnonzero(~whole)
+        shown = ", ".join(f"edge {first + int(i) + 1:,} has {ids[i]}" for i in bad[:_SHOWN])
+        raise UserError(
+            f"{where}: {bad.size:,} node ids are not whole numbers. First: {shown}. Node ids are integers counted from 0; missing values are not allowed."
+        )
+    import pandas as pd
+
+    bad = np.flatnonzero(pd.to_numeric(pd.Series(ids), errors="coerce").isna().to_numpy()) if ids.dtype.kind != "b" else np.arange(len(ids))
+    shown = ", ".join(f"edge {first + int(i) + 1:,} has {ids[i]!r}" for i in bad[:_SHOWN])
+    raise UserError(f"{where}: {bad.size:,} node ids are not integers. First: {shown}. Node ids are integers counted from 0; map names to numbers first.")
+
+
+def check_features(rows: Array, stored: Array, first: int, where: str) -> None:
+    """`stored` is `rows` in its storage type and must be finite everywhere. `first` is the node id of row 0."""
+    finite = np.isfinite(stored)
+    if finite.all():
+        return
+    at = np.argwhere(~finite)
+    bad_rows = np.unique(at[:, 0]).size
+    shown = ", ".join(f"row {first + int(i):,} column {int(j):,} = {rows[i, j]}" for i, j in at[:_SHOWN])
+    if np.isfinite(rows[~finite].astype(np.float64)).all():
+        raise UserError(
+            f"{where}: {len(at):,} values in {bad_rows:,} rows are too large for {stored.dtype}. First: {shown}. "
+            "Scale the features, or set data.feature_dtype=float32."
+        )
+    raise UserError(
+        f"{where}: {len(at):,} values in {bad_rows:,} rows among rows 0..{first + len(rows) - 1:,} are NaN or infinite. "
+        f"First: {shown}. Replace them (e.g. by column means) and try again."
+    )
+
+
+def check_rows(count: int, num_nodes: int, what: str, where: str) -> None:
+    if count != num_nodes:
+        raise UserError(
+            f"{where}: {what} have {count:,} rows, but the graph has {num_nodes:,} nodes. Row i belongs to node i, so there must be one row per node."
+        )
+
+
+def clean_labels(y: Array, num_nodes: int, where: str) -> Array:
+    """int64 [N] with -1 for unlabelled. NaN counts as unlabelled, a column [N, 1] is flattened."""
+    y = np.asarray(y)
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1:
+        raise UserError(
+            f"{where}: labels must be one class per node, but have shape {y.shape}. "
+            "Multi-label targets are not supported; leave labels out to pre-train without them."
+        )
+    check_rows(len(y), num_nodes, "labels", where)
+    if y.dtype.kind == "f":
+        missing = np.isnan(y)
+        bad = np.flatnonzero(~missing & ~(np.isfinite(y) & (y == np.trunc(y))))
+        if bad.size:
+            raise UserError(
+                f"{where}: {bad.size:,} labels are not whole numbers. First: {_rows(bad, y)}. Classes are 0..C-1; an empty cell or -1 means unlabelled."
+            )
+        y = np.where(missing, -1, y)
+    elif y.dtype.kind not in "iub":
+        raise UserError(f"{where}: labels must be numbers, but have type {y.dtype}.")
+    y = np.ascontiguousarray(y, dtype=np.int64)
+    bad = np.flatnonzero(y < -1)
+    if bad.size:
+        raise UserError(f"{where}: {bad.size:,} labels are below -1. First: {_rows(bad, y)}. Classes are 0..C-1; -1 means unlabelled.")
+    if y.size and int(y.max()) >= max(2 * num_nodes, 1024):
+        bad = np.flatnonzero(y >= max(2 * num_nodes, 1024))
+        raise UserError(f"{where}: labels reach {int(y.max()):,}, far above the {num_nodes:,} nodes. First: {_rows(bad, y)}. Renumber the classes to 0..C-1.")
+    return y
+
+
+def _rows(bad: Array, values: Array) -> str:
+    return ", ".join(f"row {int(i):,} = {values[i]}" for i in bad[:_SHOWN])
+
+
+def clean_masks(masks: Mapping[str, Array], num_nodes: int, where: str) -> dict[str, Array]:
+    """bool [N], or [N, S] for S splits, for train / val / test; disjoint. A single test set is repeated for every split."""
+    if not masks:
+        return {}
+    out = {name: np.asarray(mask, dtype=bool) for name, mask in masks.items()}
+    for name, mask in out.items():
+        check_rows(len(mask), num_nodes, f"{name} masks", where)
+    widths = {mask.shape[1] for mask in out.values() if mask.ndim == 2}
+    if len(widths) > 1:
+        raise UserError(f"{where}: the split masks have different numbers of splits: {sorted(widths)}.")
+    if widths:
+        width = widths.pop()
+        out = {name: mask if mask.ndim == 2 else np.repeat(mask[:, None], width, axis=1) for name, mask in out.items()}
+    names = list(out)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            both = out[a] & out[b]
+            if both.any():
+                nodes = np.flatnonzero(both if both.ndim == 1 else both.any(axis=1))
+                shown = ", ".join(f"{int(n):,}" for n in nodes[:_SHOWN])
+                raise UserError(
+                    f"{where}: the splits overlap: {nodes.size:,} nodes are in both {a} and {b} (first: {shown}). "
+                    "Every node may be in one of train, val, test only."
+                )
+    return out

@@ -1,0 +1,47 @@
+"""The encoder: features -> K latent factors per node, by projection, routing layers and a smoothing tail."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cimage_dist.config import ModelConfig
+from cimage_dist.nn.norm import make_norm
+from cimage_dist.nn.routing import route
+from cimage_dist.nn.tail import gcn_smooth
+from cimage_dist.types import EdgeList, FeatureMoments
+
+
+class Encoding(NamedTuple):
+    """h: routing output [N, K, C], from which the conditional-independence scores are taken; z: after the tail, the embedding."""
+
+    h: Tensor
+    z: Tensor
+
+
+class Encoder(nn.Module):
+    """projection -> `num_layers` routing layers -> tail (§2). No weights beyond the projection."""
+
+    def __init__(self, num_features: int, cfg: ModelConfig, norm: str = "batch", moments: FeatureMoments | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg
+        width = cfg.num_factors * cfg.factor_dim
+        self.linear = nn.Linear(num_features, width)
+        self.norm = make_norm(norm, self.linear, cfg.dropout, moments)
+
+    def project(self, x_NF: Tensor) -> Tensor:
+        """dropout -> Linear -> norm, factor-major view [N, K, C]; no activation (§2)."""
+        x_NF = F.dropout(x_NF, self.cfg.dropout, self.training)
+        return self.norm(self.linear(x_NF)).view(-1, self.cfg.num_factors, self.cfg.factor_dim)
+
+    def route_layer(self, x_NKC: Tensor, edges: EdgeList, targets: slice | None = None) -> Tensor:
+        cfg = self.cfg
+        return route(x_NKC, edges, cfg.routing_iterations, cfg.routing_temperature, cfg.routing_init, cfg.routing_final_norm, cfg.routing_grad, targets)
+
+    def forward(self, x_NF: Tensor, edges: EdgeList) -> Encoding:
+        h_NKC = self.project(x_NF)
+        for _ in range(self.cfg.num_layers):
+            h_NKC = self.route_layer(h_NKC, edges)
+        return Encoding(h_NKC, gcn_smooth(h_NKC, edges) if self.cfg.tail else h_NKC)

@@ -1,0 +1,58 @@
+"""The whole trainable model: encoder and structure decoder behind one forward, so that DDP sees every parameter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cimage_dist import keyed
+from cimage_dist.config import Config
+from cimage_dist.nn.decoders import StructureDecoder
+from cimage_dist.nn.encoder import Encoder
+from cimage_dist.types import EdgeList, FeatureMoments
+
+
+class ModelOutput(NamedTuple):
+    """h, z [N, K, C] as in Encoding; logits [n] of the pairs asked for."""
+
+    h: Tensor
+    z: Tensor
+    logits: Tensor
+
+
+def norm_kind(cfg: Config) -> str:
+    """What `model.norm=auto` stands for."""
+    return "batch" if cfg.model.norm == "auto" else cfg.model.norm
+
+
+class CimageModel(nn.Module):
+    def __init__(self, num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> None:
+        super().__init__()
+        self.encoder = Encoder(num_features, cfg.model, norm_kind(cfg), moments)
+        self.structure = StructureDecoder(cfg.model)
+
+    def forward(self, x: Tensor, edges: EdgeList, pairs: Tensor) -> ModelOutput:
+        h, z = self.encoder(x, edges)
+        return ModelOutput(h, z, self.structure(z, pairs))
+
+
+def build_model(num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> CimageModel:
+    """Initial weights are a function of run.seed alone; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keyed.stream(cfg.run.seed, "init"))
+        return CimageModel(num_features, cfg, moments)
+
+
+def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
+    """A model of the shapes found in a state dict, filled with it; needs no graph."""
+    num_features = weights["encoder.linear.weight"].shape[1]
+    moments = None
+    if norm_kind(cfg) == "moments":
+        cov = weights["encoder.norm.cov"]
+        full = cov.shape[0] == cov.shape[1]
+        moments = FeatureMoments(weights["encoder.norm.mean"], weights["encoder.norm.sqmean"], cov if full else None, None if full else cov)
+    model = build_model(num_features, cfg, moments)
+    model.load_state_dict(weights)
+    return model.eval()

@@ -1,0 +1,79 @@
+"""Neighbourhood routing: each neighbour spreads one unit of mass over the K factors of its target.
+
+Shapes: N nodes, T targets (all nodes, or a range of them), E directed messages, K factors, C channels per factor.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cimage_dist.types import EdgeList
+
+EPS = 1e-12
+
+
+def normalize_factors(x_NKC: Tensor) -> Tensor:
+    """x / max(‖x‖, 1e-12) over the channels of each factor; zero rows stay zero."""
+    return F.normalize(x_NKC, p=2.0, dim=-1, eps=EPS)
+
+
+def assignments(l_EKC: Tensor, q_TKC: Tensor, dst: Tensor, temperature: float) -> Tensor:
+    """p[v,u,:] = softmax over k of <l[u,k], q[v,k]> / τ for every message u -> v; [E, K], rows sum to 1 (§2)."""
+    q_EKC = q_TKC.index_select(0, dst)
+    return torch.softmax((l_EKC * q_EKC).sum(-1) / temperature, dim=-1)
+
+
+def aggregate(l_TKC: Tensor, l_EKC: Tensor, p_EK: Tensor, dst: Tensor, weight: Tensor | None = None) -> Tensor:
+    """q[v,k] = l[v,k] + Σ_u w[v,u]·p[v,u,k]·l[u,k]; [T, K, C] (§2)."""
+    if weight is not None:
+        p_EK = p_EK * weight.unsqueeze(-1).to(p_EK.dtype)
+    return l_TKC.index_add(0, dst, p_EK.unsqueeze(-1) * l_EKC)
+
+
+def route(
+    x_NKC: Tensor,
+    edges: EdgeList,
+    iterations: int,
+    temperature: float = 1.0,
+    init: Literal["uniform", "self"] = "uniform",
+    final_norm: bool = False,
+    grad: Literal["full", "last"] = "full",
+    targets: slice | None = None,
+) -> Tensor:
+    """One routing layer (§2; DisenGCN's form, with the target's centre in the softmax):
+
+        l = x / ‖x‖;  p⁰ = 1/K  (init="self": p⁰ from q = l, as the paper has it)
+        repeat T times:  q = l + Σ_u w·p·l[u];  normalise q except after the last;  p = softmax_k(<l[u], q[v]> / τ)
+
+    grad="last" computes p without gradient and differentiates the final aggregation only.
+    `targets` restricts the result to a range of rows; `edges.dst` then counts from its start, `edges.src` stays global, and
+    `x_NKC` must be normalised already (done once for all ranges).
+    """
+    l_NKC = normalize_factors(x_NKC) if targets is None else x_NKC
+    l_TKC = l_NKC if targets is None else l_NKC[targets]
+    l_EKC = l_NKC.index_select(0, edges.src)
+    dst, weight = edges.dst, edges.weight
+    num_factors = l_NKC.shape[1]
+
+    def iterate(l_T: Tensor, l_E: Tensor) -> Tensor:
+        """p before the last aggregation."""
+        if init == "self":
+            p_EK = assignments(l_E, l_T, dst, temperature)
+        else:
+            p_EK = l_E.new_full((dst.numel(), num_factors), 1.0 / num_factors)
+        for _ in range(iterations - 1):
+            q_TKC = normalize_factors(aggregate(l_T, l_E, p_EK, dst, weight))
+            p_EK = assignments(l_E, q_TKC, dst, temperature)
+        return p_EK
+
+    if grad == "last":
+        with torch.no_grad():
+            p_EK = iterate(l_TKC.detach(), l_EKC.detach())
+    else:
+        p_EK = iterate(l_TKC, l_EKC)
+    q_TKC = aggregate(l_TKC, l_EKC, p_EK, dst, weight)
+    return normalize_factors(q_TKC) if final_norm else q_TKC

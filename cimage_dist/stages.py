@@ -1,0 +1,187 @@
+"""The stages behind the verbs. Each reads the previous stage's files from the run directory, writes its own, and skips finished work."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cimage_dist import artifacts, checkpoint, environment
+from cimage_dist.artifacts import RunDir
+from cimage_dist.comm import Comm
+from cimage_dist.config import Config, fingerprint, load_config, run_dir, to_yaml
+from cimage_dist.errors import UserError
+from cimage_dist.eval.embed import embed_graph
+from cimage_dist.eval.validation import make_validator
+from cimage_dist.graph.holdout import training_graph
+from cimage_dist.graph.ingest import open_graph
+from cimage_dist.graph.splits import node_split
+from cimage_dist.graph.store import Graph
+from cimage_dist.nn.model import CimageModel, build_model, norm_kind
+from cimage_dist.train.loop import pick_device, worker
+from cimage_dist.train.progress import Progress
+from cimage_dist.train.sink import LocalSink
+from cimage_dist.types import LinkSplit
+
+EMBEDDING_FORMAT = 1
+
+
+def changed_keys(a: Config, b: Config) -> list[str]:
+    """Dotted keys whose values differ."""
+
+    def walk(left: dict[str, Any], right: dict[str, Any], prefix: str) -> list[str]:
+        found = []
+        for key, value in left.items():
+            if isinstance(value, dict):
+                found += walk(value, right[key], f"{prefix}{key}.")
+            elif value != right[key]:
+                found.append(f"{prefix}{key}")
+        return found
+
+    return walk(dataclasses.asdict(a), dataclasses.asdict(b), "")
+
+
+def prepare_run(cfg: Config, graph: Graph) -> RunDir:
+    """Create the run directory, or check that the existing one belongs to this config and graph.
+
+    More train.epochs than before continues the run; any other change of the science asks for another directory.
+    """
+    run = RunDir(run_dir(cfg))
+    if run.config.is_file():
+        old = load_config(run.config)
+        longer = dataclasses.replace(old, train=dataclasses.replace(old.train, epochs=max(old.train.epochs, cfg.train.epochs)))
+        if fingerprint(longer) != fingerprint(cfg) or old.run.seed != cfg.run.seed:
+            keys = [key for key in changed_keys(old, cfg) if not key.startswith("resources.")]
+            raise UserError(f"{run.root} holds a run with other settings ({', '.join(keys)} differ). Choose another run.dir, or delete that folder to start afresh.")
+        check_graph(run, graph)
+    artifacts.write_text(run.config, to_yaml(cfg))
+    if not run.environment.is_file():
+        facts = {"name": graph.name, "fingerprint": graph.fingerprint, "nodes": graph.num_nodes, "edges": graph.num_edges}
+        artifacts.write_json(run.environment, environment.describe() | {"graph": facts, "fingerprint": fingerprint(cfg)})
+    return run
+
+
+def check_graph(run: RunDir, graph: Graph) -> None:
+    """The graph must be the one the run was trained on."""
+    if run.environment.is_file():
+        known = artifacts.read_json(run.environment, "the run's environment record")["graph"]["fingerprint"]
+        if known != graph.fingerprint:
+            raise UserError(f"{run.root} was trained on another version of graph {graph.name!r}. Restore that graph, or delete the run and train again.")
+
+
+def save_splits(run: RunDir, cfg: Config, graph: Graph, links: LinkSplit | None) -> None:
+    """Record the node and edge splits as npy files; they follow from the config, the graph and the seed."""
+    parts: dict[str, np.ndarray] = {}
+    if graph.labels() is not None:
+        split = node_split(graph, cfg.data, cfg.run.seed)
+        parts |= {"node_train": split.train.numpy(), "node_val": split.val.numpy(), "node_test": split.test.numpy()}
+    if links is not None:
+        parts |= {f"link_{name}": getattr(links, name).numpy() for name in ("val_pos", "val_neg", "test_pos", "test_neg")}
+    if parts and not run.splits.is_dir():
+        with artifacts.committed_dir(run.splits) as tmp:
+            for name, value in parts.items():
+                np.save(tmp / f"{name}.npy", value, allow_pickle=False)
+
+
+def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
+    """Train in this process and write the run directory; a finished run is left alone. Returns the summary."""
+    graph = graph or open_graph(cfg.data)
+    run = prepare_run(cfg, graph)
+    topology, links = training_graph(graph, cfg.data, cfg.run.seed)
+    save_splits(run, cfg, graph, links)
+    validate = make_validator(cfg, graph, topology, links)
+    began = time.perf_counter()
+    with LocalSink(run, cfg.run, progress=progress) as sink:
+        newest = checkpoint.load_latest(run.checkpoints)
+        first = newest.step if newest else 0
+        if first:
+            progress.note(f"resuming {run.root} from step {first}")
+        trainer = worker(cfg, Comm(), sink, graph, validate)
+    summary = {
+        "run_dir": str(run.root),
+        "fingerprint": fingerprint(cfg),
+        "steps": trainer.step,
+        "steps_now": trainer.step - first,
+        "seconds": round(time.perf_counter() - began, 2),
+        "edges_trained_on": topology.num_edges // 2,
+        "edges_held_out": (graph.num_edges - topology.num_edges) // 2,
+        "best": {"step": trainer.best_step, "score": trainer.best_score} if trainer.best_step else None,
+    }
+    artifacts.write_json(run.summary, summary)
+    return summary
+
+
+def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Checkpoint]:
+    """The trained model of a run, with the checkpoint it came from."""
+    run = RunDir(run_dir(cfg))
+    if not run.config.is_file():
+        raise UserError(f"No run in {run.root}. Run `cimage pretrain` with the same config first.")
+    check_graph(run, graph)
+    saved = checkpoint.load_selected(run.checkpoints, cfg.train.select)
+    model = untrained_model(cfg, graph)
+    checkpoint.unpack_model(model, saved.tensors, saved.path)
+    return model, saved
+
+
+def untrained_model(cfg: Config, graph: Graph) -> CimageModel:
+    """The model as it is before the first step."""
+    moments = graph.feature_moments() if norm_kind(cfg) == "moments" else None
+    return build_model(graph.num_features, cfg, moments).to(pick_device(cfg)).eval()
+
+
+def embed(cfg: Config, graph: Graph | None = None, parquet: bool = False, note: Callable[[str], None] = lambda text: None) -> Path:
+    """Write embeddings/part-00000.npy (float32 [N, D], row i is node i) with a manifest; parquet beside it on request."""
+    graph = graph or open_graph(cfg.data)
+    run = RunDir(run_dir(cfg))
+    model, saved = load_model(cfg, graph)
+    if embedded_step(run) == saved.step and (not parquet or (run.embeddings / "part-00000.parquet").is_file()):
+        note(f"embeddings of step {saved.step} are there already")
+        return run.embeddings
+    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+    z = embed_graph(model.encoder, graph.features(), topology).numpy()
+    with artifacts.committed_dir(run.embeddings) as tmp:
+        np.save(tmp / "part-00000.npy", z, allow_pickle=False)
+        names = ["part-00000.npy"]
+        if parquet:
+            write_parquet(tmp / "part-00000.parquet", z)
+            names.append("part-00000.parquet")
+        body = {
+            "format": EMBEDDING_FORMAT,
+            "rows": z.shape[0],
+            "columns": z.shape[1],
+            "dtype": str(z.dtype),
+            "step": saved.step,
+            "graph": graph.fingerprint,
+            "parts": [{"file": "part-00000.npy", "first_row": 0, "rows": z.shape[0]}],
+            "files": artifacts.describe_files(tmp, names),
+        }
+        artifacts.write_json(tmp / artifacts.MANIFEST, body)
+    return run.embeddings
+
+
+def write_parquet(path: Path, z: np.ndarray) -> None:
+    """Columns `node` (int64) and `z` (fixed-size list of float32)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(z.reshape(-1)), z.shape[1])
+    pq.write_table(pa.table({"node": pa.array(np.arange(z.shape[0])), "z": rows}), path)
+
+
+def embedded_step(run: RunDir) -> int | None:
+    """Checkpoint step of the embeddings present, or None when there are none (or they are damaged)."""
+    manifest = run.embeddings / artifacts.MANIFEST
+    if not manifest.is_file():
+        return None
+    body = artifacts.read_json(manifest, "the embedding manifest")
+    return None if artifacts.damaged_file(run.embeddings, body["files"]) else int(body["step"])
+
+
+def load_embeddings(run: RunDir) -> Tensor:
+    return torch.from_numpy(np.load(run.embeddings / "part-00000.npy", allow_pickle=False))

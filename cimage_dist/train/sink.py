@@ -1,0 +1,148 @@
+"""Where the training loop's output goes. Every rank calls a sink at the same steps; only the main one writes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cimage_dist import artifacts, checkpoint
+from cimage_dist.artifacts import RunDir
+from cimage_dist.config import RunConfig
+from cimage_dist.errors import UserError
+from cimage_dist.train.progress import Progress
+
+
+class Sink(Protocol):
+    def restore(self) -> checkpoint.Checkpoint | None: ...
+    def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None: ...
+    def tick(self, step: int, total: int, metrics: dict[str, float]) -> None: ...
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None: ...
+    def stop_signal(self) -> int: ...
+
+
+class MemorySink:
+    """Keeps records in memory and nothing on disk: for the Python interface without a directory, and for tests."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.best: tuple[int, dict[str, Tensor], dict[str, Any]] | None = None
+        self.progress = progress or Progress(quiet=True)
+
+    def restore(self) -> checkpoint.Checkpoint | None:
+        return None
+
+    def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
+        self.records.append({"kind": kind, "step": step, **metrics})
+
+    def tick(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        self.progress.update(step, total, metrics)
+
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
+        if is_best:
+            self.best = (step, {name: value.detach().clone() for name, value in tensors.items()}, meta)
+
+    def stop_signal(self) -> int:
+        return 0
+
+
+class LocalSink:
+    """Writes a run directory: metrics.jsonl, TensorBoard events, checkpoints. Use as a context manager.
+
+    While open it holds the directory's lock and turns SIGINT and SIGTERM into a request to stop after the current step.
+    """
+
+    def __init__(self, run: RunDir, cfg: RunConfig, is_main: bool = True, progress: Progress | None = None, catch_signals: bool = True) -> None:
+        self.run, self.cfg, self.is_main = run, cfg, is_main
+        self.progress = progress or Progress(quiet=True)
+        self.catch_signals = catch_signals
+        self._signal = 0
+        self._old_handlers: dict[int, Any] = {}
+        self._lock: Any = None
+        self._file: Any = None
+        self._board: Any = None
+
+    def __enter__(self) -> LocalSink:
+        if self.is_main:
+            self.run.root.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.run.root / ".lock").open("w")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self._lock.close()
+                raise UserError(f"Another process is training in {self.run.root}. Wait for it, or give this run another run.dir or run.seed.") from None
+        if self.catch_signals:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self.progress.close()
+        for resource in (self._file, self._board, self._lock):
+            if resource is not None:
+                resource.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal and number == signal.SIGINT:
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait
+        self._signal = number
+
+    def stop_signal(self) -> int:
+        return self._signal
+
+    def restore(self) -> checkpoint.Checkpoint | None:
+        """The newest whole checkpoint; records of steps after it are dropped, because those steps run again."""
+        found = checkpoint.load_latest(self.run.checkpoints)
+        if self.is_main:
+            self._drop_records_after(found.step if found else 0)
+        return found
+
+    def _drop_records_after(self, step: int) -> None:
+        if not self.run.metrics.is_file():
+            return
+        kept = []
+        for line in self.run.metrics.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # a line cut short by a kill
+        artifacts.write_text(self.run.metrics, "".join(line + "\n" for line in kept))
+
+    def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
+        if not self.is_main:
+            return
+        if self._file is None:
+            self._file = self.run.metrics.open("a")
+            if self.cfg.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(self.run.tensorboard), purge_step=step)
+        self._file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def tick(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        if self.is_main:
+            self.progress.update(step, total, metrics)
+
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
+        if not self.is_main:
+            return
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        folder = self.run.checkpoints
+        checkpoint.save(folder, step, tensors, meta)
+        if is_best:
+            checkpoint.point(folder, "BEST", step)
+        checkpoint.prune(folder, self.cfg.keep_checkpoints)

@@ -1,0 +1,155 @@
+"""Frozen records passed between stages. Ids: `gid` global node id, `bid` position in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A symmetric graph without self-loops, destination-sorted: neighbours of v are `indices[indptr[v]:indptr[v+1]]`, ascending.
+
+    indptr int64 [N+1], indices int32 or int64 [E]; E counts both directions. Because the graph is symmetric, entry e of row v
+    stands for the directed edge v -> indices[e] as well as for the message indices[e] -> v.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+
+    @property
+    def num_nodes(self) -> int:
+        return self.indptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        return self.indices.numel()
+
+    def degrees(self) -> Tensor:
+        return self.indptr.diff()
+
+    def rows(self) -> Tensor:
+        """Row id v of every entry, int64 [E]."""
+        return torch.repeat_interleave(self.degrees())
+
+    def edge_list(self) -> EdgeList:
+        return EdgeList(self.indices.to(torch.int64), self.rows(), self.num_nodes)
+
+
+@dataclass(frozen=True)
+class EdgeList:
+    """Directed messages src -> dst, sorted by dst. src, dst int64 [E]; weight float [E] or None for all ones."""
+
+    src: Tensor
+    dst: Tensor
+    num_nodes: int
+    weight: Tensor | None = None
+
+    def to(self, device: torch.device) -> EdgeList:
+        weight = None if self.weight is None else self.weight.to(device)
+        return EdgeList(self.src.to(device), self.dst.to(device), self.num_nodes, weight)
+
+
+@dataclass(frozen=True)
+class NodeSplit:
+    """Boolean masks [N]; pairwise disjoint. Nodes in none of them are unused."""
+
+    train: Tensor
+    val: Tensor
+    test: Tensor
+
+
+@dataclass(frozen=True)
+class LinkSplit:
+    """Undirected edges held out of training. Pairs are int64 [n, 2]; `train` holds the remaining edges, both directions."""
+
+    train: Topology
+    val_pos: Tensor
+    val_neg: Tensor
+    test_pos: Tensor
+    test_neg: Tensor
+
+
+@dataclass(frozen=True)
+class FeatureMoments:
+    """Moments of the node features over all nodes (§2), float64: `mean` and `sqmean` = E[x²] are [F].
+
+    The (population) covariance is either `cov` [F, F], or, for wide features, `cov_factor` [r, F] with cov ≈ cov_factorᵀ cov_factor.
+    """
+
+    mean: Tensor
+    sqmean: Tensor
+    cov: Tensor | None
+    cov_factor: Tensor | None
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean in two halves, so that it can be summed over processes before it is divided."""
+
+    total: Tensor
+    count: int
+
+    def value(self) -> Tensor:
+        """total / count; an empty mean is 0, still attached to the autograd graph."""
+        return self.total / max(self.count, 1)
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """This rank's part of the global batch of a step, with the neighbourhood needed to encode it. n nodes, b positives, c negatives.
+
+    node_gid int64 [n]: seeds (endpoints of the pairs) first, then hop by hop. edges: messages in local ids (bid), used by every routing
+    layer; weight None where all are 1. degree float32 [n]: visible degree, of nodes without messages here too.
+    nodes_per_hop: seeds, then new nodes of each hop; edges_per_hop: messages into the seeds, into the first hop, and so on.
+    pos int64 [b, 2], neg int64 [c, 2]: pairs in local ids, with float32 weights, 0 for padding. global_pos, global_neg: sums of those
+    weights over all ranks, the counts by which losses are divided. b, c and n may be 0 on a rank.
+    """
+
+    step: int
+    node_gid: Tensor
+    edges: EdgeList
+    degree: Tensor
+    nodes_per_hop: tuple[int, ...]
+    edges_per_hop: tuple[int, ...]
+    pos: Tensor
+    pos_weight: Tensor
+    neg: Tensor
+    neg_weight: Tensor
+    global_pos: float
+    global_neg: float
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledBatch:
+        weight = None if self.edges.weight is None else fn(self.edges.weight)
+        tensors: dict[str, Any] = {name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")}
+        return replace(self, edges=EdgeList(fn(self.edges.src), fn(self.edges.dst), self.edges.num_nodes, weight), **tensors)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> SampledBatch:
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> SampledBatch:
+        """Page-locked tensors, for asynchronous copies to a GPU; called by torch's DataLoader."""
+        return self._map(lambda x: x.pin_memory())
+
+
+@dataclass(frozen=True)
+class CIScores:
+    """The partition of K factors into contexts F1 (`in_context` True, non-zero score) and F2, with where it came from.
+
+    scores float64 [K] in [0, 1], in_context bool [K], omega float64 [D] the feature weights behind the scores, lam the penalty used
+    (0 when no solve took place). status: "ok", "kept-previous", "random-half", "fallback-top-b", "fallback-smallest", "single-factor"
+    or "skipped-nonfinite"; the caller counts the last one and gives up after three in a row. All tensors live on the CPU.
+    """
+
+    scores: Tensor
+    in_context: Tensor
+    lam: float
+    sigma2: float
+    omega: Tensor
+    num_solves: int
+    status: str
+    notes: str = ""

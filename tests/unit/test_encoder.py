@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cimage_dist.config import load_config
+from cimage_dist.eval.embed import encode_graph, target_ranges
+from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.model import build_model
+from cimage_dist.nn.tail import gcn_smooth
+from cimage_dist.types import EdgeList, FeatureMoments
+from tests.graphs import random_topology, topology_from_pairs
+
+
+def make(num_features: int = 6, **model: object) -> Encoder:
+    cfg = load_config(overrides=["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.dropout=0", *[f"model.{k}={v}" for k, v in model.items()]])
+    return build_model(num_features, cfg).encoder.double().eval()
+
+
+def test_edge_order_does_not_matter():
+    topology, encoder = random_topology(12, 40), make()
+    x = torch.randn(12, 6, dtype=torch.float64)
+    edges = topology.edge_list()
+    order = torch.randperm(edges.src.numel())
+    shuffled = EdgeList(edges.src[order], edges.dst[order], 12)
+    torch.testing.assert_close(encoder(x, edges).z, encoder(x, shuffled).z, rtol=0, atol=1e-12)
+
+
+def test_relabelling_nodes_relabels_rows():
+    topology, encoder = random_topology(12, 40), make()
+    x = torch.randn(12, 6, dtype=torch.float64)
+    perm = torch.randperm(12)
+    inverse = perm.argsort()
+    edges = topology.edge_list()
+    moved = EdgeList(inverse[edges.src], inverse[edges.dst], 12)
+    torch.testing.assert_close(encoder(x[perm], moved).z, encoder(x, edges).z[perm], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_chunked_embedding_equals_the_forward(tail):
+    topology = topology_from_pairs([(0, i) for i in range(1, 20)] + [(3, 4), (5, 6), (7, 9)], 25)  # a hub and isolated nodes
+    encoder = make(tail=tail)
+    x = torch.randn(25, 6, dtype=torch.float64)
+    whole = encoder(x, topology.edge_list())
+    for max_floats in (1, 40, 10_000):
+        parts = encode_graph(encoder, x, topology, max_floats)
+        torch.testing.assert_close(parts.z, whole.z, rtol=0, atol=1e-12)
+        torch.testing.assert_close(parts.h, whole.h, rtol=0, atol=1e-12)
+
+
+def test_target_ranges_cover_all_rows_once():
+    topology = random_topology(50, 200)
+    for limit in (1, 7, 64, 10_000):
+        rows = [v for part in target_ranges(topology, 1, limit) for v in range(part.start, part.stop)]
+        assert rows == list(range(50))
+
+
+def test_tail_equals_the_dense_matrix():
+    topology = random_topology(10, 25)
+    q = torch.randn(10, 2, 3, dtype=torch.float64)
+    edges = topology.edge_list()
+    a = torch.eye(10, dtype=torch.float64)
+    a[edges.dst, edges.src] = 1
+    scale = a.sum(1).rsqrt()
+    dense = (scale[:, None] * a * scale) @ q.flatten(1)
+    torch.testing.assert_close(gcn_smooth(q, edges).flatten(1), dense, rtol=0, atol=1e-12)
+
+
+def moments_of(x: torch.Tensor, as_factor: bool = False) -> FeatureMoments:
+    centred = x - x.mean(0)
+    cov = centred.t() @ centred / x.shape[0]
+    factor = centred / x.shape[0] ** 0.5
+    return FeatureMoments(x.mean(0), x.square().mean(0), None if as_factor else cov, factor if as_factor else None)
+
+
+@pytest.mark.parametrize("as_factor", [False, True])
+def test_moments_norm_equals_batch_norm_on_the_full_graph(as_factor):
+    x = torch.randn(200, 6, dtype=torch.float64) * torch.arange(1, 7) + 3
+    cfg = load_config(overrides=["model.num_factors=3", "model.factor_dim=4", "model.dropout=0"])
+    batch = build_model(6, cfg).encoder.double().train()
+    cfg.model.norm = "moments"
+    closed = build_model(6, cfg, moments_of(x, as_factor)).encoder.double().train()
+    closed.norm.load_state_dict({"mean": x.mean(0), "sqmean": x.square().mean(0), "cov": closed.norm.cov * 0 + _cov(x, as_factor), "weight": closed.norm.weight, "bias": closed.norm.bias})
+    closed.linear.load_state_dict(batch.linear.state_dict())
+    torch.testing.assert_close(closed.project(x), batch.project(x), rtol=0, atol=1e-10)
+
+
+def _cov(x: torch.Tensor, as_factor: bool) -> torch.Tensor:
+    found = moments_of(x, as_factor)
+    value = found.cov_factor if as_factor else found.cov
+    assert value is not None
+    return value
+
+
+def test_moments_norm_under_dropout_matches_the_empirical_moments():
+    """Closed form within 2 % of the moments over 4,000 dropout draws of the same rows (sampling error about 1 %)."""
+    torch.manual_seed(0)
+    x = torch.rand(50, 6, dtype=torch.float64)
+    cfg = load_config(overrides=["model.num_factors=3", "model.factor_dim=4", "model.dropout=0.5", "model.norm=moments"])
+    encoder = build_model(6, cfg, moments_of(x)).encoder.double().train()
+    draws = encoder.linear(torch.nn.functional.dropout(x.repeat(4000, 1), 0.5))
+    normed = encoder.norm(draws)
+    torch.testing.assert_close(normed.mean(0), torch.zeros(12, dtype=torch.float64), rtol=0, atol=0.02)
+    torch.testing.assert_close(normed.var(0), torch.ones(12, dtype=torch.float64), rtol=0.02, atol=0)
+
+
+def test_initial_weights_follow_the_seed_and_leave_the_global_generator_alone():
+    cfg = load_config(overrides=["run.seed=3"])
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    a, b = build_model(5, cfg), build_model(5, cfg)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    cfg.run.seed = 4
+    assert not torch.equal(build_model(5, cfg).encoder.linear.weight, a.encoder.linear.weight)

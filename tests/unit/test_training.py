@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cimage_dist import checkpoint, stages
+from cimage_dist.artifacts import RunDir
+from cimage_dist.comm import Comm
+from cimage_dist.config import Config, load_config
+from cimage_dist.errors import Interrupted, UserError
+from cimage_dist.eval.report import read_metrics
+from cimage_dist.graph.holdout import training_graph
+from cimage_dist.graph.masking import edge_keys, is_edge
+from cimage_dist.train.batches import FullGraphBatches
+from cimage_dist.train.loop import worker
+from cimage_dist.train.progress import Progress
+from cimage_dist.train.sink import LocalSink, MemorySink
+from tests.conftest import small_sbm_settings
+
+TINY = ["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=2", "train.epochs=8", "run.log_every=1", "run.checkpoint_every=2"]
+
+
+@pytest.fixture
+def cfg(store_dir) -> Config:
+    return load_config(overrides=[*small_sbm_settings(store_dir), *TINY])
+
+
+class StopAfter(LocalSink):
+    """Asks to stop as a signal would, after a given number of steps."""
+
+    def __init__(self, *args: Any, steps: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left = steps
+
+    def stop_signal(self) -> int:
+        self.left -= 1
+        return 15 if self.left == 0 else 0
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def weight_sum(model: Any) -> dict[str, float]:
+    """A stand-in for a validation score."""
+    return {"score": model.encoder.linear.weight.sum().item()}
+
+
+def numbers(run: RunDir) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k not in ("seconds", "edges_per_s")} for record in read_metrics(run.metrics)]
+
+
+def test_the_loss_falls(cfg, small_sbm):
+    cfg.train.epochs = 40
+    sink = MemorySink()
+    worker(cfg, Comm(), sink, small_sbm)
+    losses = [r["loss"] for r in sink.records if r["kind"] == "train"]
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 4, 7])
+def test_resumed_equals_uninterrupted_to_the_last_bit(cfg, small_sbm, tmp_path, stop_at):
+    cfg.train.validate_every, cfg.train.select = 3, "val"
+    with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
+        whole = worker(cfg, Comm(), sink, small_sbm, weight_sum)
+    with StopAfter(RunDir(tmp_path / "parts"), cfg.run, steps=stop_at) as sink, pytest.raises(Interrupted):
+        worker(cfg, Comm(), sink, small_sbm, weight_sum)
+    with LocalSink(RunDir(tmp_path / "parts"), cfg.run) as sink:
+        parts = worker(cfg, Comm(), sink, small_sbm, weight_sum)
+    torch.testing.assert_close(weights(parts.model), weights(whole.model), rtol=0, atol=0)
+    assert (parts.best_score, parts.best_step) == (whole.best_score, whole.best_step)
+    assert numbers(RunDir(tmp_path / "parts")) == numbers(RunDir(tmp_path / "whole"))
+    a, b = (checkpoint.load_latest(tmp_path / name / "ckpt") for name in ("whole", "parts"))
+    assert a is not None and b is not None and a.meta == b.meta
+    torch.testing.assert_close(a.tensors, b.tensors, rtol=0, atol=0)
+
+
+def test_a_run_goes_on_from_the_last_whole_checkpoint(cfg, small_sbm, tmp_path, caplog):
+    with StopAfter(RunDir(tmp_path), cfg.run, steps=5) as sink, pytest.raises(Interrupted):
+        worker(cfg, Comm(), sink, small_sbm)
+    newest = tmp_path / "ckpt" / "step-00000005" / checkpoint.TENSORS
+    newest.write_bytes(newest.read_bytes()[:100])
+    with LocalSink(RunDir(tmp_path), cfg.run) as sink:
+        trainer = worker(cfg, Comm(), sink, small_sbm)
+    assert trainer.step == 8 and "truncated" in caplog.text
+    assert [r["step"] for r in read_metrics(RunDir(tmp_path).metrics)] == list(range(1, 9))
+
+
+def test_training_is_independent_of_the_global_random_state(cfg, small_sbm):
+    torch.manual_seed(1)
+    a = worker(cfg, Comm(), MemorySink(), small_sbm)
+    torch.manual_seed(2)
+    b = worker(cfg, Comm(), MemorySink(), small_sbm)
+    torch.testing.assert_close(weights(a.model), weights(b.model), rtol=0, atol=0)
+
+
+def test_a_diverging_loss_stops_with_a_reason(cfg, small_sbm, monkeypatch):
+    monkeypatch.setattr("cimage_dist.train.step.structure_loss", _nan_loss)
+    with pytest.raises(UserError, match=r"step 1.*not finite.*lr_max"):
+        worker(cfg, Comm(), MemorySink(), small_sbm)
+
+
+def _nan_loss(pos: torch.Tensor, neg: torch.Tensor) -> Any:
+    from cimage_dist.losses import structure_loss
+
+    a, b = structure_loss(pos, neg)
+    return dataclasses.replace(a, total=a.total * math.nan), b
+
+
+def test_many_steps_per_epoch_use_every_masked_edge_once(cfg, small_sbm):
+    cfg.train.batch_edges = 100
+    topology = small_sbm.topology()
+    batches = FullGraphBatches(small_sbm.features(), topology, cfg, Comm())
+    assert batches.steps_per_epoch == math.ceil(min(topology.num_edges, 3 * 210) / 100)
+    masked = batches.masker.mask(1).masked
+    parts = [batches.batch(step) for step in range(batches.steps_per_epoch, 2 * batches.steps_per_epoch)]
+    got = torch.cat([b.pairs[: b.num_pos] for b in parts])
+    assert sorted(map(tuple, got.tolist())) == sorted(map(tuple, masked.tolist()))
+    assert all(b.global_pos <= 100 for b in parts)
+
+
+def test_no_held_out_edge_reaches_training(cfg, small_sbm, monkeypatch):
+    """Every message and every positive of every step is an edge of the 85 %, and never a validation or test edge."""
+    cfg.data.holdout_edges = "link"
+    topology, links = training_graph(small_sbm, cfg.data, cfg.run.seed)
+    assert links is not None
+    n = small_sbm.num_nodes
+    held = torch.cat([links.val_pos, links.test_pos])
+    forbidden = torch.cat([held, held.flip(1)])
+    forbidden_keys = (forbidden[:, 0] * n + forbidden[:, 1]).sort().values
+    seen = []
+    original = FullGraphBatches.batch
+
+    def spy(self: FullGraphBatches, step: int) -> Any:
+        batch = original(self, step)
+        seen.append(batch)
+        return batch
+
+    monkeypatch.setattr(FullGraphBatches, "batch", spy)
+    worker(cfg, Comm(), MemorySink(), small_sbm)
+    assert len(seen) == 8
+    for batch in seen:
+        messages = torch.stack([batch.edges.src, batch.edges.dst], 1)
+        assert not is_edge(forbidden_keys, n, messages).any()
+        assert not is_edge(forbidden_keys, n, batch.pairs[: batch.num_pos]).any()
+        assert is_edge(edge_keys(topology), n, batch.pairs[: batch.num_pos]).all()
+    assert held.shape[0] == round(0.05 * small_sbm.num_edges / 2) + round(0.10 * small_sbm.num_edges / 2)
+
+
+def test_two_processes_cannot_train_in_one_directory(cfg, tmp_path):
+    with LocalSink(RunDir(tmp_path), cfg.run), pytest.raises(UserError, match="Another process"), LocalSink(RunDir(tmp_path), cfg.run, catch_signals=False):
+        pass
+
+
+def test_a_directory_of_another_experiment_is_refused(cfg, small_sbm, tmp_path):
+    cfg.run.dir = str(tmp_path / "run")
+    stages.pretrain(cfg, Progress(quiet=True), small_sbm)
+    cfg.model.num_layers = 1
+    with pytest.raises(UserError, match=r"model\.num_layers"):
+        stages.pretrain(cfg, Progress(quiet=True), small_sbm)
+
+
+def test_more_epochs_continue_a_finished_run(cfg, small_sbm, tmp_path):
+    cfg.run.dir = str(tmp_path / "run")
+    cfg.train.epochs = 4
+    assert stages.pretrain(cfg, Progress(quiet=True), small_sbm)["steps_now"] == 4
+    assert stages.pretrain(cfg, Progress(quiet=True), small_sbm)["steps_now"] == 0
+    cfg.train.epochs = 8
+    assert stages.pretrain(cfg, Progress(quiet=True), small_sbm)["steps_now"] == 4
+    whole = worker(cfg, Comm(), MemorySink(), small_sbm)
+    model, saved = stages.load_model(cfg, small_sbm)
+    assert saved.step == 8
+    torch.testing.assert_close(weights(model), weights(whole.model), rtol=0, atol=0)
