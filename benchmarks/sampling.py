@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from cimage_dist.errors import UserError
-from cimage_dist.graph.csr_sampler import resolve_engine
+from cimage_dist.graph.csr_sampler import Engine, resolve_engine
 from cimage_dist.graph.loader import BatchSource
 from cimage_dist.graph.sampler import NeighbourSampler
 
@@ -51,7 +51,8 @@ def describe(threads: int) -> str:
         with open("/proc/cpuinfo") as file:  # noqa: PTH123
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-    return f"{datetime.date.today()}  {model}, {os.cpu_count()} cores, {threads} thread(s), load {load:.1f}\nPython {platform.python_version()}, {', '.join(versions)}"
+    machine = f"{datetime.date.today()}  {model}, {os.cpu_count()} cores, {threads} thread(s), load {load:.1f}"
+    return f"{machine}\nPython {platform.python_version()}, {', '.join(versions)}"
 
 
 def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, tuple[float, float]]:
@@ -68,9 +69,9 @@ def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[s
 
 def show(title: str, results: dict[str, tuple[float, float]]) -> None:
     base = results[next(iter(results))][1]
-    print(f"\n{title}\n{'':24}{'wall ms':>10}{'CPU ms':>10}{'CPU ratio':>11}")
+    print(f"\n{title}\n{'':32}{'wall ms':>10}{'CPU ms':>10}{'CPU ratio':>11}")
     for name, (wall, cpu) in results.items():
-        print(f"{name:24}{wall:10.1f}{cpu:10.1f}{cpu / base:11.2f}")
+        print(f"{name:32}{wall:10.1f}{cpu:10.1f}{cpu / base:11.2f}")
 
 
 def main() -> None:
@@ -87,7 +88,7 @@ def main() -> None:
     rng = np.random.default_rng(1)
     seeds = rng.integers(0, args.nodes, (args.rounds + 2, args.batch))
     samplers: dict[str, NeighbourSampler] = {}
-    engines = ("numba", "numpy") if resolve_engine() == "numba" else ("numpy",)
+    engines: list[Engine] = ["numba", "numpy"] if resolve_engine() == "numba" else ["numpy"]
     for engine in engines:
         samplers[f"csr ({engine})"] = NeighbourSampler(indptr, indices, args.fanouts, seed=0, backend="csr", engine=engine)
     for backend in ("pyg-lib", "torch-sparse"):

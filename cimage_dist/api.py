@@ -7,18 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from cimage_dist import artifacts, checkpoint
+from cimage_dist import artifacts, checkpoint, stages
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, load_config, to_yaml
 from cimage_dist.errors import UserError
-from cimage_dist.eval.embed import embed_graph
-from cimage_dist.eval.validation import make_validator
 from cimage_dist.evaluation import evaluate
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.store import Graph
+from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, model_from_weights
-from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import MemorySink
 
@@ -34,7 +32,7 @@ class Pretrainer:
     """Self-supervised pre-training of node embeddings.
 
     `Pretrainer(cfg).fit(graph)` trains in this process and keeps everything in memory; `save` writes what `load` reads.
-    Learned attributes: `model_`, `history_` (metric records), `step_` (the checkpoint in use).
+    Learned attributes: `model_`, `history_` (metric records), `ci_scores_` (None without a factor loss), `step_` (the checkpoint in use).
     """
 
     def __init__(self, cfg: Config | None = None, progress: bool = False) -> None:
@@ -44,12 +42,12 @@ class Pretrainer:
     def fit(self, graph: Any) -> Pretrainer:
         """Train on a Graph or a torch_geometric Data; returns self."""
         graph = as_graph(graph)
-        topology, links = training_graph(graph, self.cfg.data, self.cfg.run.seed)
         sink = MemorySink(Progress(quiet=not self.progress))
-        trainer = worker(self.cfg, Comm(), sink, graph, make_validator(self.cfg, graph, topology, links))
+        trainer = stages.train(self.cfg, Comm(), sink, graph)
         sink.progress.close()
         self.model_: CimageModel = trainer.model.eval()
         self.history_ = sink.records
+        self.ci_scores_ = trainer.scores
         self.step_ = trainer.step
         if self.cfg.train.select == "val" and sink.best is not None:
             self.step_, tensors, _ = sink.best

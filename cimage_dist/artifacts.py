@@ -40,7 +40,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(tmp, path)
+        tmp.replace(path)
     finally:
         tmp.unlink(missing_ok=True)
     _fsync(path.parent)
@@ -80,11 +80,11 @@ def committed_dir(final: Path) -> Iterator[Path]:
         _fsync(tmp)
         if final.exists():
             old = final.parent / f"{TMP_PREFIX}old-{final.name}-{uuid4().hex[:8]}"
-            os.rename(final, old)
-            os.rename(tmp, final)
+            final.rename(old)
+            tmp.rename(final)
             shutil.rmtree(old, ignore_errors=True)
         else:
-            os.rename(tmp, final)
+            tmp.rename(final)
         _fsync(final.parent)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -124,6 +124,24 @@ def damaged_file(directory: Path, files: dict[str, dict[str, Any]], verify_conte
         if verify_content and checksum(path) != facts["blake2b"]:
             return f"{path} has the right size but its checksum differs from the manifest (corrupted)"
     return None
+
+
+def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """A folder with one safetensors file and its manifest, committed as a whole."""
+    from safetensors.torch import save_file
+
+    with committed_dir(folder) as tmp:
+        save_file(tensors, tmp / "tensors.safetensors")
+        write_json(tmp / MANIFEST, {"files": describe_files(tmp, ["tensors.safetensors"])})
+
+
+def read_tensors(folder: Path) -> dict[str, Any] | None:
+    """What `write_tensors` wrote; None where it is absent or damaged."""
+    from safetensors.torch import load_file
+
+    if not (folder / MANIFEST).is_file() or damaged_file(folder, read_json(folder / MANIFEST, "the manifest")["files"]):
+        return None
+    return load_file(folder / "tensors.safetensors")
 
 
 class RunDir:

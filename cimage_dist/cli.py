@@ -60,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
             verb.add_argument("settings", nargs="*", metavar="config.yaml | key=value", help="yaml files and overrides, later ones win")
         verb.add_argument("--json", action="store_true", help="print one JSON object on standard output")
         verb.add_argument("--quiet", action="store_true", help="no progress, no notes")
+        if name == "pretrain":
+            verb.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
         if name == "embed":
             verb.add_argument("--parquet", action="store_true", help="also write a parquet file")
         if name == "evaluate":
@@ -67,6 +69,18 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "show":
             verb.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
     return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags and settings in any order: argparse alone refuses settings that follow a flag."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    unknown = [text for text in rest if text.startswith("-")]
+    if unknown or (rest and not hasattr(args, "settings")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        args.settings += rest
+    return args
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -112,7 +126,12 @@ def do_pretrain(args: argparse.Namespace) -> Any:
     from cimage_dist import stages
 
     cfg = config_of(args)
-    summary = stages.pretrain(cfg, progress_of(args))
+    if args.on == "ray":
+        from cimage_dist.runtime.ray_train import launch
+
+        summary = launch(cfg, progress_of(args))
+    else:
+        summary = stages.pretrain(cfg, progress_of(args))
     if not args.json and not args.quiet:
         what = f"trained {summary['steps_now']} steps in {summary['seconds']:.0f} s" if summary["steps_now"] else "already finished, nothing to do"
         held = f" ({summary['edges_held_out']:,} edges held out for link prediction)" if summary["edges_held_out"] else ""
@@ -172,7 +191,7 @@ def do_doctor(args: argparse.Namespace) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     try:
         result = globals()[f"do_{args.verb}"](args)

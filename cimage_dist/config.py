@@ -176,9 +176,10 @@ class CIConfig:
     repeats: int = opt(3, "permutations of the sample")
     block_classes: Optional[int] = opt(None, "classes per block; unset: all (5 is advised for more than 20 classes)")
     max_samples: int = opt(20_000, "most samples of a refresh")
+    diagnose_every: int = opt(4, "refreshes between full diagnostics of the partition")
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "repeats"):
+        for name in ("every_steps", "repeats", "diagnose_every"):
             need(getattr(self, name) >= 1, f"ci.{name}", "must be at least 1", getattr(self, name))
         need(self.block_size >= 2, "ci.block_size", "must be at least 2", self.block_size)
         need(self.lam is None or self.lam >= 0, "ci.lam", "must not be negative", self.lam)

@@ -15,7 +15,6 @@ from cimage_dist.artifacts import RunDir
 from cimage_dist.config import Config, fingerprint, run_dir
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import smooth_features
-from cimage_dist.eval.embed import embed_graph
 from cimage_dist.eval.links import dot_score, link_scores
 from cimage_dist.eval.score import score_embedding
 from cimage_dist.eval.validation import decoder_score
@@ -23,6 +22,7 @@ from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
+from cimage_dist.nn.inference import embed_graph
 from cimage_dist.types import LinkSplit, Topology
 
 NO_HOLDOUT = "trained on all edges, so no edge is left that training has not seen; train with data.holdout_edges=link"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, fingerprint, load_config, run_dir, to_yaml
 from cimage_dist.errors import UserError
-from cimage_dist.eval.embed import embed_graph
 from cimage_dist.eval.validation import make_validator
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
+from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, build_model, norm_kind
-from cimage_dist.train.loop import pick_device, worker
+from cimage_dist.train.loop import Trainer, pick_device, worker
 from cimage_dist.train.progress import Progress
-from cimage_dist.train.sink import LocalSink
+from cimage_dist.train.sink import LocalSink, Sink
 from cimage_dist.types import LinkSplit
 
 EMBEDDING_FORMAT = 1
@@ -89,32 +90,54 @@ def save_splits(run: RunDir, cfg: Config, graph: Graph, links: LinkSplit | None)
                 np.save(tmp / f"{name}.npy", value, allow_pickle=False)
 
 
-def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
-    """Train in this process and write the run directory; a finished run is left alone. Returns the summary."""
-    graph = graph or open_graph(cfg.data)
+class Outcome:
+    """A run directory made ready, and after training the summary of what happened."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        newest = checkpoint.load_latest(run.checkpoints)
+        self.first_step = newest.step if newest else 0
+        self.summary: dict[str, Any] = {}
+
+
+@contextmanager
+def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
+    """Prepare the run directory, let the caller train into it, then write summary.json from the newest checkpoint."""
     run = prepare_run(cfg, graph)
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     save_splits(run, cfg, graph, links)
-    validate = make_validator(cfg, graph, topology, links)
+    outcome = Outcome(run)
     began = time.perf_counter()
-    with LocalSink(run, cfg.run, progress=progress) as sink:
-        newest = checkpoint.load_latest(run.checkpoints)
-        first = newest.step if newest else 0
-        if first:
-            progress.note(f"resuming {run.root} from step {first}")
-        trainer = worker(cfg, Comm(), sink, graph, validate)
-    summary = {
+    yield outcome
+    saved = checkpoint.load_selected(run.checkpoints, "last")
+    outcome.summary = {
         "run_dir": str(run.root),
         "fingerprint": fingerprint(cfg),
-        "steps": trainer.step,
-        "steps_now": trainer.step - first,
+        "steps": saved.step,
+        "steps_now": saved.step - outcome.first_step,
         "seconds": round(time.perf_counter() - began, 2),
         "edges_trained_on": topology.num_edges // 2,
         "edges_held_out": (graph.num_edges - topology.num_edges) // 2,
-        "best": {"step": trainer.best_step, "score": trainer.best_score} if trainer.best_step else None,
+        "best": saved.meta["best"],
     }
-    artifacts.write_json(run.summary, summary)
-    return summary
+    artifacts.write_json(run.summary, outcome.summary)
+
+
+def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
+    """Collective: the worker with the validation this config asks for."""
+    topology, links = training_graph(graph, cfg.data, cfg.run.seed)
+    return worker(cfg, comm, sink, graph, make_validator(cfg, graph, topology, links))
+
+
+def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
+    """Train in this process and write the run directory; a finished run is left alone. Returns the summary."""
+    graph = graph or open_graph(cfg.data)
+    with summarised(cfg, graph) as outcome:
+        if outcome.first_step:
+            progress.note(f"resuming {outcome.run.root} from step {outcome.first_step}")
+        with LocalSink(outcome.run, cfg.run, progress=progress) as sink:
+            train(cfg, Comm(), sink, graph)
+    return outcome.summary
 
 
 def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Checkpoint]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,16 +42,21 @@ class Topology:
 
 @dataclass(frozen=True)
 class EdgeList:
-    """Directed messages src -> dst, sorted by dst. src, dst int64 [E]; weight float [E] or None for all ones."""
+    """Directed messages src -> dst, sorted by dst. src, dst int64 [E]; weight float [E] or None for all ones.
+
+    `degree` float [N] is given where the messages do not tell it: nodes at the rim of a sampled subgraph have fewer messages here
+    than neighbours in the graph.
+    """
 
     src: Tensor
     dst: Tensor
     num_nodes: int
     weight: Tensor | None = None
+    degree: Tensor | None = None
 
     def to(self, device: torch.device) -> EdgeList:
-        weight = None if self.weight is None else self.weight.to(device)
-        return EdgeList(self.src.to(device), self.dst.to(device), self.num_nodes, weight)
+        weight, degree = (None if t is None else t.to(device) for t in (self.weight, self.degree))
+        return EdgeList(self.src.to(device), self.dst.to(device), self.num_nodes, weight, degree)
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,11 @@ class Mean:
     """A mean in two halves, so that it can be summed over processes before it is divided."""
 
     total: Tensor
-    count: int
+    count: float
 
     def value(self) -> Tensor:
         """total / count; an empty mean is 0, still attached to the autograd graph."""
-        return self.total / max(self.count, 1)
+        return self.total / (self.count or 1)
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,9 @@ class SampledBatch:
     global_neg: float
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledBatch:
-        weight = None if self.edges.weight is None else fn(self.edges.weight)
+        weight, degree = (None if t is None else fn(t) for t in (self.edges.weight, self.edges.degree))
         tensors: dict[str, Any] = {name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")}
-        return replace(self, edges=EdgeList(fn(self.edges.src), fn(self.edges.dst), self.edges.num_nodes, weight), **tensors)
+        return replace(self, edges=EdgeList(fn(self.edges.src), fn(self.edges.dst), self.edges.num_nodes, weight, degree), **tensors)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SampledBatch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))

@@ -12,7 +12,7 @@ from cimage_dist.config import load_config
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # several processes share two cores in some tests; spinning threads would starve each other
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,11 @@ def _markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """The records written so far; a last line still being written is left out."""
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def write_report(run: RunDir, cfg: Config) -> Path:
@@ -99,7 +103,7 @@ def write_report(run: RunDir, cfg: Config) -> Path:
     shown = train[:: max(1, len(train) // 10)] if train else []
     if shown and shown[-1] is not train[-1]:
         shown.append(train[-1])
-    names = [name for name in (shown[0] if shown else {}) if name not in ("kind", "step", "seconds")]
+    names = [name for name in (shown[0] if shown else {}) if name not in ("kind", "step", "total_steps", "seconds")]
     lines += _markdown_table(["step", *names], [[str(r["step"]), *[f"{r[name]:.4g}" for name in names]] for r in shown])
     scores = [r for r in records if r["kind"] == "val"]
     if scores:

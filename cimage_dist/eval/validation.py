@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
-from cimage_dist.eval.embed import embed_graph
 from cimage_dist.eval.links import link_scores
 from cimage_dist.eval.probe import linear_probe
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
+from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel
 from cimage_dist.types import LinkSplit, Topology
 

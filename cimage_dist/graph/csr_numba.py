@@ -22,8 +22,6 @@ _GAMMA = _U64(0x9E3779B97F4A7C15)
 _MUL1 = _U64(0xBF58476D1CE4E5B9)
 _MUL2 = _U64(0x94D049BB133111EB)
 _S11, _S27, _S30, _S31, _ONE = _U64(11), _U64(27), _U64(30), _U64(31), _U64(1)
-_TIE = _U64((1 << csr_select.TIE_BITS) - 1)
-_HASH = _U64(((1 << 63) - 1) & ~((1 << csr_select.TIE_BITS) - 1))
 _NO_PAIRS = np.empty(0, dtype=np.int64)
 
 
@@ -85,7 +83,9 @@ def _insert(values, size, value, capacity):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _select_rows(indptr, indices, targets, fanout, bound, max_draws, listed_key, drawn_key, pairs, num_nodes, rate, threshold, extra_key, entry):  # type: ignore[no-untyped-def]
+def _select_rows(  # type: ignore[no-untyped-def]
+    indptr, indices, targets, fanout, bound, max_draws, listed_key, drawn_key, pairs, num_nodes, rate, threshold, extra_key, tie_mask, entry
+):
     num_targets = len(targets)
     count = np.zeros(num_targets, dtype=np.int64)
     visible = np.zeros(num_targets, dtype=np.float64)
@@ -120,7 +120,7 @@ def _select_rows(indptr, indices, targets, fanout, bound, max_draws, listed_key,
                 if is_doubtful and _is_hidden(row, np.int64(indices[begin + i]), pairs, low, high, num_nodes, threshold, extra_key):
                     continue
                 draw = bits(listed_key, state + _U64(i + 1) * _GAMMA)
-                value = np.int64(((draw >> _ONE) & _HASH) | (_U64(i) & _TIE))
+                value = np.int64(((draw >> _ONE) & ~tie_mask) | (_U64(i) & tie_mask))
                 offsets[seen] = i
                 hashes[seen] = value
                 seen += 1
@@ -166,9 +166,11 @@ def select(graph: CsrGraph, targets: NDArray[np.int64], fanout: int, bound: int,
     if hidden is not None:
         pairs, rate, threshold, extra_key = hidden.pair_keys, hidden.extra_rate, hidden.threshold, hidden.extra_key
     max_draws = csr_select.num_draws(fanout)[1]
-    unsigned = [_U64(value & _MASK64) for value in (keys.listed, keys.drawn, threshold, extra_key)]
+    # Constants of csr_select are passed in: numba's files on disk are renewed when this file changes, not when that one does.
+    tie_mask = (1 << csr_select.TIE_BITS) - 1
+    listed_key, drawn_key, threshold64, extra64, tie64 = (_U64(value & _MASK64) for value in (keys.listed, keys.drawn, threshold, extra_key, tie_mask))
     written, count, visible, is_failed = _select_rows(
-        graph.indptr, graph.indices, targets, fanout, bound, max_draws, unsigned[0], unsigned[1], pairs, num_nodes, rate, unsigned[2], unsigned[3], entry
+        graph.indptr, graph.indices, targets, fanout, bound, max_draws, listed_key, drawn_key, pairs, num_nodes, rate, threshold64, extra64, tie64, entry
     )
     selection = Selection(entry[:written], count, visible)
     failed = np.flatnonzero(is_failed)

@@ -96,7 +96,9 @@ class BatchLoader:
 
     def __init__(self, source: BatchSource, start_step: int, end_step: int, *, workers: int = 0, prefetch: int = 2, pin_memory: bool = False) -> None:
         if workers < 0 or (workers > 0 and prefetch < 1):
-            raise UserError(f"sampler.workers is {workers} and sampler.prefetch is {prefetch}: use workers >= 0 and, with workers, prefetch >= 1.")
+            raise UserError(
+                f"sampler.loader_processes is {workers} and sampler.prefetch is {prefetch}: use 0 processes or more and, with processes, prefetch 1 or more."
+            )
         self.steps = range(start_step, end_step)
         # A generator of its own: the DataLoader draws a base seed, and must not take it from the generator that dropout uses.
         options: dict[str, Any] = {"generator": torch.Generator()}

@@ -9,33 +9,43 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.config import Config
-from cimage_dist.nn.decoders import StructureDecoder
+from cimage_dist.nn.decoders import FactorDecoder, StructureDecoder
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.types import EdgeList, FeatureMoments
 
 
 class ModelOutput(NamedTuple):
-    """h, z [N, K, C] as in Encoding; logits [n] of the pairs asked for."""
+    """h, z [N, K, C] as in Encoding; logits [p] of the pairs; predicted [n, K, C] factors of the nodes asked for, or None."""
 
     h: Tensor
     z: Tensor
     logits: Tensor
+    predicted: Tensor | None
 
 
 def norm_kind(cfg: Config) -> str:
-    """What `model.norm=auto` stands for."""
-    return "batch" if cfg.model.norm == "auto" else cfg.model.norm
+    """What `model.norm=auto` stands for: sampled rows have no moments worth trusting, so the closed form is used for them."""
+    if cfg.model.norm != "auto":
+        return cfg.model.norm
+    return "moments" if cfg.sampler.fanouts else "batch"
 
 
 class CimageModel(nn.Module):
+    """Encoder, edge decoder, and a factor decoder when the objective has a factor term."""
+
     def __init__(self, num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> None:
         super().__init__()
         self.encoder = Encoder(num_features, cfg.model, norm_kind(cfg), moments)
         self.structure = StructureDecoder(cfg.model)
+        self.factors = FactorDecoder(cfg.model) if cfg.loss.factor_weight > 0 else None
 
-    def forward(self, x: Tensor, edges: EdgeList, pairs: Tensor) -> ModelOutput:
+    def forward(self, x: Tensor, edges: EdgeList, pairs: Tensor, nodes: Tensor | None = None, visible_K: Tensor | None = None) -> ModelOutput:
+        """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in `visible_K`."""
         h, z = self.encoder(x, edges)
-        return ModelOutput(h, z, self.structure(z, pairs))
+        predicted = None
+        if self.factors is not None and nodes is not None and visible_K is not None:
+            predicted = self.factors(z.index_select(0, nodes), visible_K)
+        return ModelOutput(h, z, self.structure(z, pairs), predicted)
 
 
 def build_model(num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> CimageModel:

@@ -61,10 +61,7 @@ def route(
 
     def iterate(l_T: Tensor, l_E: Tensor) -> Tensor:
         """p before the last aggregation."""
-        if init == "self":
-            p_EK = assignments(l_E, l_T, dst, temperature)
-        else:
-            p_EK = l_E.new_full((dst.numel(), num_factors), 1.0 / num_factors)
+        p_EK = assignments(l_E, l_T, dst, temperature) if init == "self" else l_E.new_full((dst.numel(), num_factors), 1.0 / num_factors)
         for _ in range(iterations - 1):
             q_TKC = normalize_factors(aggregate(l_T, l_E, p_EK, dst, weight))
             p_EK = assignments(l_E, q_TKC, dst, temperature)

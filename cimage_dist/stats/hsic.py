@@ -16,7 +16,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.stats.kernels import NORM_EPS, centred_delta, centred_gaussian, packed_size
 
-_CHUNK_BYTES = 4 << 20  # of packed kernels at a time: stays in the cache, and bounds memory whatever n is
+_CHUNK_BYTES = 16 << 20  # of packed kernels at a time: bounds memory whatever n is; smaller chunks pay in thread synchronisation
 _PANEL = 128  # columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512
 _STD_EPS = 1e-19
 _ROWS = 4096
@@ -229,7 +229,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _standardised(x: Tensor, index: Tensor, mean: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the blocks [m, B] as [m, B, D], minus the mean (which no difference sees) and divided by the standard deviation."""
-    return (x[index.flatten()].to(torch.float64).sub_(mean).mul_(scale)).to(dtype).view(*index.shape, -1)
+    return (x[index.flatten()].to(torch.float64).sub_(mean).mul_(scale)).to(dtype).view(*index.shape, x.shape[1])
 
 
 def _add_gram(gram: Tensor, rows: Tensor) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from cimage_dist import keyed
@@ -79,7 +80,9 @@ def choose_partition(
     _check(stats, num_factors, features, lam, target, pi)
     scores = None
     if comm.is_main:
-        scores = _choose(stats, num_factors, features, lam, num_factors // 2 if target is None else target, solver, previous, seed)
+        # One BLAS thread: these matrices are too small to share, and busy cores would make the threads wait for each other.
+        with threadpool_limits(limits=1, user_api="blas"):
+            scores = _choose(stats, num_factors, features, lam, num_factors // 2 if target is None else target, solver, previous, seed)
         scores = replace(scores, omega=scores.omega / (2.0 * (1.0 - pi))) if scores.num_solves else scores
         if scores.notes:
             _LOG.info("CI scores %s: %s", scores.status, scores.notes)
@@ -109,7 +112,10 @@ def _choose(
         return _result(_Trial(0.0, None, torch.ones(1, dtype=torch.float64)), stats, 0, "single-factor", "one factor cannot be split")
     solve = _Solves(stats, num_factors, features, "nnlasso" if stats.is_conditional else solver)
     if isinstance(lam, str):
-        best, notes = _search(solve, target, previous.lam if previous is not None and previous.lam > 0 else None)
+        is_warm = previous is not None and previous.lam > 0
+        # Above max b the lasso has no weight at all: without a previous penalty its search comes down from there.
+        cold = float(stats.b.max()) / 2 if solve.solver == "nnlasso" else None
+        best, notes = _search(solve, target, previous.lam if is_warm and previous is not None else cold, is_warm)
     else:
         best, notes = _rescale(solve, float(lam))
     if best.size == 0:
@@ -138,6 +144,7 @@ class _Solves:
     def __init__(self, stats: HsicStats, num_factors: int, features: Features, solver: Solver) -> None:
         self.count = 0
         self.num_factors = num_factors
+        self.solver = solver
         self._features: Features = features
         self._warm: Tensor | None = None
         self._run: Callable[[float], VIResult]
@@ -154,13 +161,16 @@ class _Solves:
         return _Trial(lam, outcome, factor_scores(outcome.omega, self.num_factors, self._features))
 
 
-def _search(solve: _Solves, target: int, start: float | None) -> tuple[_Trial, str]:
-    """Bisection of log λ: the previous λ is kept while its count is near enough, else bracketed outward; the nearest count wins, then the smaller λ."""
+def _search(solve: _Solves, target: int, start: float | None, is_warm: bool) -> tuple[_Trial, str]:
+    """Bisection of log λ, bracketed outward from `start` if there is one; a previous λ (`is_warm`) is kept while its count is near enough.
+
+    The nearest count wins, then the smaller λ.
+    """
     tolerance = max(1, solve.num_factors // 16)
     low, high = math.log(LAM_RANGE[0]), math.log(LAM_RANGE[1])
     left, right = low, high
     is_left_known = is_right_known = start is None  # without a start the whole range is the bracket
-    x = (low + high) / 2 if start is None else min(max(math.log(start), low), high)
+    x = (low + high) / 2 if start is None else min(max(math.log(max(start, LAM_RANGE[0])), low), high)
     stride = math.log(4.0)
     trials: list[_Trial] = []
     near_since: int | None = None
@@ -168,7 +178,7 @@ def _search(solve: _Solves, target: int, start: float | None) -> tuple[_Trial, s
         trial = solve(math.exp(x))
         trials.append(trial)
         gap = trial.size - target
-        if gap == 0 or (len(trials) == 1 and start is not None and abs(gap) <= tolerance and 0 < trial.size < solve.num_factors):
+        if gap == 0 or (len(trials) == 1 and is_warm and abs(gap) <= tolerance and 0 < trial.size < solve.num_factors):
             break
         if near_since is None and abs(gap) <= tolerance:
             near_since = len(trials)

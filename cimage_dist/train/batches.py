@@ -1,9 +1,11 @@
-"""What one optimiser step works on, and the full-graph way of making it."""
+"""What one optimiser step works on: made from the whole graph, or from sampled neighbourhoods of seed edges."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,27 +13,46 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.graph.loader import BatchLoader, BatchSource
 from cimage_dist.graph.masking import MaskedGraph, PathMasker
-from cimage_dist.types import EdgeList, Topology
+from cimage_dist.types import EdgeList, SampledBatch, Topology
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's share of one global batch. `pairs` int64 [p+n, 2]: p masked edges, then n non-edges; counts are global."""
+    """This rank's share of one global batch; counts are global.
+
+    x [n, F] and `edges`: what the encoder sees. `pairs` int64 [p+q, 2]: p positives, then q non-edges, with `weight` [p+q] 0 for
+    padding (None: all 1). `nodes` int64: whose factors are reconstructed, with `node_weight`. `modularity`: edges of the full-graph
+    form of the clustering loss, or None for the form that uses the positives.
+    """
 
     x: Tensor
     edges: EdgeList
     pairs: Tensor
     num_pos: int
-    global_pos: int
-    global_neg: int
+    weight: Tensor | None
+    nodes: Tensor
+    node_weight: Tensor | None
+    modularity: EdgeList | None
+    global_pos: float
+    global_neg: float
+    global_nodes: float
+
+
+class Batches(Protocol):
+    steps_per_epoch: int
+
+    def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
+        """The batches of steps [start, end); each is a function of the step number alone."""
+        ...
 
 
 class FullGraphBatches:
     """Step s of a full-graph run is part s mod P of the mask of epoch s div P.
 
     P = ceil(most edges a mask can hold / batch_edges), so the step number alone names the batch. Several ranks all encode the
-    whole graph and share out the pairs: the same experiment at any world size.
+    whole graph and share out the pairs, nodes and edges of the losses: the same experiment at any world size.
     """
 
     def __init__(self, x: Tensor, topology: Topology, cfg: Config, comm: Comm) -> None:
@@ -59,5 +80,73 @@ class FullGraphBatches:
         positives = mask.masked[total * part // self.steps_per_epoch : total * (part + 1) // self.steps_per_epoch]
         negatives = self.masker.negatives(positives.shape[0], step)
         pos, neg = (pairs[slice(*self.comm.slice_of(pairs.shape[0]))] for pairs in (positives, negatives))
-        pairs = torch.cat([pos, neg]).to(self.x.device)
-        return StepBatch(self.x, mask.visible, pairs, pos.shape[0], positives.shape[0], negatives.shape[0])
+        num_nodes = self.x.shape[0]
+        return StepBatch(
+            x=self.x,
+            edges=mask.visible,
+            pairs=torch.cat([pos, neg]).to(self.x.device),
+            num_pos=pos.shape[0],
+            weight=None,
+            nodes=torch.arange(*self.comm.slice_of(num_nodes), device=self.x.device),
+            node_weight=None,
+            modularity=_share_of_edges(mask.visible, self.comm),
+            global_pos=positives.shape[0],
+            global_neg=negatives.shape[0],
+            global_nodes=num_nodes,
+        )
+
+    def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
+        for step in range(start, end):
+            yield self.batch(step)
+
+
+def _share_of_edges(edges: EdgeList, comm: Comm) -> EdgeList:
+    begin, end = comm.slice_of(edges.src.numel())
+    return edges if comm.world == 1 else replace(edges, src=edges.src[begin:end], dst=edges.dst[begin:end])
+
+
+class SampledBatches:
+    """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges (§3, §20).
+
+    Features stay in the store and only the rows of a batch are read.
+    """
+
+    def __init__(self, features: Tensor, topology: Topology, cfg: Config, comm: Comm, device: torch.device) -> None:
+        self.features, self.cfg, self.device = features, cfg, device
+        sampler = cfg.sampler
+        self.source = BatchSource(
+            topology.indptr.numpy(),
+            topology.indices.numpy(),
+            fanouts=sampler.fanouts,
+            batch_edges=sampler.batch_edges,
+            seed=cfg.run.seed,
+            rank=comm.rank,
+            world=comm.world,
+            hide_rate=sampler.hide_rate,
+            rescale=sampler.rescale,
+            backend=sampler.backend,
+        )
+        self.steps_per_epoch = self.source.schedule.steps_per_epoch
+
+    def convert(self, batch: SampledBatch) -> StepBatch:
+        x = self.features[batch.node_gid].to(self.device, torch.get_default_dtype())
+        batch = batch.to(self.device)
+        return StepBatch(
+            x=x,
+            edges=replace(batch.edges, degree=batch.degree),
+            pairs=torch.cat([batch.pos, batch.neg]),
+            num_pos=batch.pos.shape[0],
+            weight=torch.cat([batch.pos_weight, batch.neg_weight]),
+            nodes=batch.pos.reshape(-1),
+            node_weight=batch.pos_weight.repeat_interleave(2),
+            modularity=None,
+            global_pos=batch.global_pos,
+            global_neg=batch.global_neg,
+            global_nodes=2 * batch.global_pos,
+        )
+
+    def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
+        sampler = self.cfg.sampler
+        loader = BatchLoader(self.source, start, end, workers=sampler.loader_processes, prefetch=sampler.prefetch, pin_memory=self.device.type == "cuda")
+        for batch in loader:
+            yield self.convert(batch)

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cimage_dist import checkpoint
+from cimage_dist import checkpoint, keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.store import Graph
+from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.model import CimageModel, build_model, norm_kind
-from cimage_dist.train.batches import FullGraphBatches
+from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
+from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
+from cimage_dist.train.initial import initial_labels
+from cimage_dist.train.refresh import Refresher, random_scores
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import objective, train_step
+from cimage_dist.types import CIScores, Topology
 
-# Scores a model by validation data only; higher is better. None where the graph has nothing to validate on.
+# Scores a model by validation data only; "score" is what selection maximises.
 Validator = Callable[[CimageModel], dict[str, float]]
+
+_LABELS = "pseudo-labels"
+SHOWN = ("loss", "structure", "factor", "cluster")
 
 
 def pick_device(cfg: Config) -> torch.device:
@@ -33,26 +42,34 @@ def pick_device(cfg: Config) -> torch.device:
 
 
 class Trainer:
-    """Everything that changes during training, and how to save and restore it."""
+    """Everything that changes during training, how to advance it by a step, and how to save and restore it."""
 
-    def __init__(self, cfg: Config, graph: Graph, comm: Comm) -> None:
-        self.cfg, self.comm = cfg, comm
-        self.device = pick_device(cfg)
-        topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+    def __init__(self, cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> None:
         if topology.num_edges == 0:
             raise UserError(f"Graph {graph.name!r} has no edges to train on.")
+        self.cfg, self.graph, self.topology, self.comm = cfg, graph, topology, comm
+        self.device = pick_device(cfg)
         moments = graph.feature_moments() if norm_kind(cfg) == "moments" else None
-        self.model = build_model(graph.num_features, cfg, moments).to(self.device)
-        self.batches = FullGraphBatches(graph.features().to(self.device, torch.get_default_dtype()), topology, cfg, comm)
+        self.model = build_model(graph.num_features, cfg, moments).to(self.device, torch.get_default_dtype())
+        self.batches, self.embedder = self._data()
         self.wrapped: nn.Module = self.model
         if comm.world > 1:
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group)
         optim = cfg.optim
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
+        self.refresher: Refresher | None = None
+        self.scores: CIScores | None = None
         self.step = 0
         self.best_score = -math.inf
         self.best_step = 0
+
+    def _data(self) -> tuple[Batches, Embedder]:
+        cfg, features = self.cfg, self.graph.features()
+        if cfg.sampler.fanouts:
+            return SampledBatches(features, self.topology, cfg, self.comm, self.device), SampledEmbedder(features, self.topology, cfg, self.device)
+        x = features.to(self.device, torch.get_default_dtype())
+        return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology)
 
     @property
     def total_steps(self) -> int:
@@ -60,8 +77,16 @@ class Trainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
-        best = None if self.best_step == 0 else {"score": self.best_score, "step": self.best_step}
-        return checkpoint.pack_model(self.model) | slots, {"optimizer": groups, "scheduler": self.scheduler.state_dict(), "best": best}
+        tensors = checkpoint.pack_model(self.model) | slots
+        meta: dict[str, Any] = {"optimizer": groups, "scheduler": self.scheduler.state_dict(), "best": None, "scores": None}
+        if self.best_step:
+            meta["best"] = {"score": self.best_score, "step": self.best_step}
+        if self.scores is not None:
+            kept = {f.name: getattr(self.scores, f.name) for f in dataclasses.fields(self.scores)}
+            tensors |= {f"scores.{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
+            meta["scores"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
+            meta["refresh_failures"] = self.refresher.failures if self.refresher else 0
+        return tensors, meta
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         checkpoint.unpack_model(self.model, saved.tensors, saved.path)
@@ -69,15 +94,63 @@ class Trainer:
         self.scheduler.load_state_dict(saved.meta["scheduler"])
         if saved.meta["best"]:
             self.best_score, self.best_step = saved.meta["best"]["score"], saved.meta["best"]["step"]
+        if saved.meta["scores"]:
+            kept: dict[str, Any] = {name.removeprefix("scores."): value for name, value in saved.tensors.items() if name.startswith("scores.")}
+            self.scores = CIScores(**kept, **saved.meta["scores"])
+            if self.refresher is not None:
+                self.refresher.failures = saved.meta["refresh_failures"]
         self.step = saved.step
 
-    def advance(self) -> dict[str, Tensor]:
+    def refresh(self) -> dict[str, Any] | None:
+        """Collective: rebuild the partition when it is due; what to log, or None."""
+        if self.refresher is None or self.step % self.cfg.ci.every_steps:
+            return None
+        self.scores, metrics = self.refresher(self.model.encoder, self.step, self.scores)
+        return metrics
+
+    def advance(self, batch: StepBatch) -> dict[str, Tensor]:
         """Collective: one optimiser step."""
         self.model.train()
-        batch = self.batches.batch(self.step)
-        terms = train_step(self.wrapped, self.optimizer, self.scheduler, batch, self.step, self.cfg, self.comm)
+        terms = train_step(self.wrapped, self.optimizer, self.scheduler, batch, self.step, self.cfg, self.scores, self.comm)
         self.step += 1
-        return terms | {"edges": torch.tensor(float(batch.global_pos))}
+        return terms
+
+    def remaining(self) -> Iterator[StepBatch]:
+        return self.batches.iterate(self.step, self.total_steps)
+
+
+def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink) -> tuple[Encoder, Embedder]:
+    """Collective: a throw-away encoder trained with the edge loss alone, on streams of its own."""
+    seed = keyed.derive(cfg.run.seed, keyed.STREAM["initial-labels"]) & (2**62 - 1)
+    short = dataclasses.replace(
+        cfg,
+        loss=dataclasses.replace(cfg.loss, factor_weight=0.0, cluster_weight=0.0),
+        train=dataclasses.replace(cfg.train, epochs=cfg.cluster.init_epochs),
+        run=dataclasses.replace(cfg.run, seed=seed),
+    )
+    trainer = Trainer(short, graph, topology, comm)
+    for batch in trainer.remaining():
+        terms = trainer.advance(batch)
+        sink.tick(trainer.step, trainer.total_steps, {"loss": float(terms["structure"])}, "initial labels")
+        if signum := _agree_on_signal(sink, comm):
+            raise Interrupted(signum, 0)
+    return trainer.model.encoder, trainer.embedder
+
+
+def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
+    """Collective: what the factor loss needs before the first step: initial labels (kept by the sink), or the random control."""
+    cfg, graph, comm = trainer.cfg, trainer.graph, trainer.comm
+    if cfg.loss.factor_weight == 0:
+        return
+    if cfg.ci.partition == "random":
+        trainer.scores = random_scores(cfg.model.num_factors, cfg.run.seed)
+        return
+    kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
+    if kept is None:
+        labels, confidence = initial_labels(cfg, graph.num_nodes, graph.num_classes, lambda: _edge_only(cfg, graph, trainer.topology, comm, sink), comm)
+        kept = {"labels": labels, "confidence": confidence}
+        sink.store(_LABELS, kept)
+    trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm)
 
 
 def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validator | None = None) -> Trainer:
@@ -88,27 +161,31 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
     """
     if cfg.resources.threads:
         torch.set_num_threads(cfg.resources.threads)
-    trainer = Trainer(cfg, graph, comm)
+    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+    trainer = Trainer(cfg, graph, topology, comm)
+    _prepare_scores(trainer, sink)
     saved = sink.restore()
     if saved is not None:
         trainer.restore(saved)
     total = trainer.total_steps
     clock, edges = time.perf_counter(), 0.0
-    while trainer.step < total:
-        terms = trainer.advance()
+    for batch in trainer.remaining():
+        refreshed = trainer.refresh()
+        if refreshed is not None:
+            sink.log("ci", trainer.step, refreshed)
+        terms = trainer.advance(batch)
         step = trainer.step
-        edges += float(terms.pop("edges"))
+        edges += batch.global_pos
         is_last = step == total
         metrics = _reduce(terms, cfg, comm, step)
-        sink.tick(step, total, {"loss": metrics["loss"], **{k: v for k, v in metrics.items() if k in ("structure", "factor", "cluster")}})
+        sink.tick(step, total, {name: metrics[name] for name in SHOWN if name in metrics})
         if step % cfg.run.log_every == 0 or is_last:
             seconds = time.perf_counter() - clock
-            sink.log("train", step, metrics | {"lr": trainer.scheduler.get_last_lr()[0], "edges_per_s": edges / seconds, "seconds": seconds})
+            sink.log("train", step, metrics | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0], "edges_per_s": edges / seconds, "seconds": seconds})
             clock, edges = time.perf_counter(), 0.0
         is_best = False
         if validate and cfg.train.validate_every and (step % cfg.train.validate_every == 0 or is_last):
             is_best = _validate(trainer, validate, sink)
-            clock = time.perf_counter()
         signum = _agree_on_signal(sink, comm)
         if is_best or is_last or signum or step % cfg.run.checkpoint_every == 0:
             sink.save(step, *trainer.state(), is_best)
@@ -118,7 +195,7 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
 
 
 def _reduce(terms: dict[str, Tensor], cfg: Config, comm: Comm, step: int) -> dict[str, float]:
-    """Collective: global values of the terms, of the objective and of the gradient norm; fails when the loss is not finite."""
+    """Collective: global values of the terms, of the objective and of the gradient norm; fails when one is not finite."""
     norm = float(terms.pop("grad_norm"))
     names = sorted(terms)
     values = comm.sum(torch.stack([terms[name].double() for name in names]))
@@ -142,6 +219,6 @@ def _validate(trainer: Trainer, validate: Validator, sink: Sink) -> bool:
 
 
 def _agree_on_signal(sink: Sink, comm: Comm) -> int:
-    """Collective: the signal any rank received, so that all stop at the same step."""
+    """Collective: the largest signal number any rank received (0: none), so that all stop at the same step."""
     own = sink.stop_signal()
-    return own if comm.world == 1 else int(comm.sum(torch.tensor([own])).clamp_max(15))
+    return own if comm.world == 1 else int(comm.gather_rows(torch.tensor([own])).max())

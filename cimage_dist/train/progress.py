@@ -16,13 +16,17 @@ class Progress:
 
     def __init__(self, quiet: bool = False, lines: int = 20) -> None:
         self.quiet, self.lines = quiet, lines
+        self._stage = ""
         self._bar: Any = None
         self._begin: tuple[float, int] | None = None
 
-    def update(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        """`step` steps are done out of `total`."""
+    def update(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+        """`step` steps of a stage are done out of `total`."""
         if self.quiet:
             return
+        if stage != self._stage:
+            self.close()
+            self._stage, self._begin = stage, None
         if sys.stderr.isatty():
             self._update_bar(step, total, metrics)
         else:
@@ -32,7 +36,7 @@ class Progress:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=total, initial=step - 1, unit="step", desc="pretrain", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=step - 1, unit="step", desc=self._stage, dynamic_ncols=True)
         self._bar.set_postfix(_short(metrics), refresh=False)
         self._bar.update(step - self._bar.n)
 
@@ -46,7 +50,7 @@ class Progress:
         rate = (step - self._begin[1]) / max(now - self._begin[0], 1e-9)
         left = f"  {rate:.2f} steps/s  eta {(total - step) / rate:.0f} s" if rate > 0 else ""
         terms = "  ".join(f"{name} {value}" for name, value in _short(metrics).items())
-        print(f"step {step}/{total}  {terms}{left}", file=sys.stderr, flush=True)
+        print(f"{self._stage} {step}/{total}  {terms}{left}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """A line of its own that does not break the bar."""

@@ -21,7 +21,9 @@ from cimage_dist.train.progress import Progress
 class Sink(Protocol):
     def restore(self) -> checkpoint.Checkpoint | None: ...
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None: ...
-    def tick(self, step: int, total: int, metrics: dict[str, float]) -> None: ...
+    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None: ...
+    def store(self, name: str, tensors: dict[str, Tensor]) -> None: ...
+    def fetch(self, name: str) -> dict[str, Tensor] | None: ...
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None: ...
     def stop_signal(self) -> int: ...
 
@@ -31,6 +33,7 @@ class MemorySink:
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.records: list[dict[str, Any]] = []
+        self.stored: dict[str, dict[str, Tensor]] = {}
         self.best: tuple[int, dict[str, Tensor], dict[str, Any]] | None = None
         self.progress = progress or Progress(quiet=True)
 
@@ -40,8 +43,14 @@ class MemorySink:
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
         self.records.append({"kind": kind, "step": step, **metrics})
 
-    def tick(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        self.progress.update(step, total, metrics)
+    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+        self.progress.update(step, total, metrics, stage)
+
+    def store(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self.stored[name] = tensors
+
+    def fetch(self, name: str) -> dict[str, Tensor] | None:
+        return self.stored.get(name)
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
         if is_best:
@@ -132,9 +141,18 @@ class LocalSink:
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
-    def tick(self, step: int, total: int, metrics: dict[str, float]) -> None:
+    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
         if self.is_main:
-            self.progress.update(step, total, metrics)
+            self.progress.update(step, total, metrics, stage)
+
+    def store(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Keep tensors that belong to the run rather than to a step."""
+        if self.is_main:
+            artifacts.write_tensors(self.run.root / name, tensors)
+
+    def fetch(self, name: str) -> dict[str, Tensor] | None:
+        """What `store` kept; None where there is nothing, or it is damaged and must be made again."""
+        return artifacts.read_tensors(self.run.root / name)
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
         if not self.is_main:

@@ -1,6 +1,7 @@
 """One optimisation step, no input or output.
 
-Convention for several ranks: DDP averages gradients, so each rank's loss is world · (local sum) / (global count).
+Convention for several ranks: a term is this rank's share, shares add up to the global value, and the loss is world · share because
+DDP averages gradients.
 """
 
 from __future__ import annotations
@@ -11,31 +12,62 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.losses import structure_loss
+from cimage_dist.losses import factor_loss, structure_loss, target_factors
+from cimage_dist.nn.model import ModelOutput
+from cimage_dist.stats.modularity import modularity_edges, modularity_full
 from cimage_dist.train.batches import StepBatch
+from cimage_dist.types import CIScores
 
 
-def loss_terms(model: nn.Module, batch: StepBatch) -> dict[str, Tensor]:
-    """This rank's share of each term of the objective; shares add up over ranks to the global value."""
-    out = model(batch.x, batch.edges, batch.pairs)
-    pos, neg = structure_loss(out.logits[: batch.num_pos], out.logits[batch.num_pos :])
-    return {"structure": pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)}
+def loss_terms(model: nn.Module, batch: StepBatch, cfg: Config, scores: CIScores | None, comm: Comm) -> dict[str, Tensor]:
+    """Collective: this rank's share of each term that has a weight in the objective."""
+    use_factors = cfg.loss.factor_weight > 0 and scores is not None
+    context = scores.in_context.to(batch.x.device) if scores is not None else None
+    visible = ~target_factors(context, cfg.loss) if context is not None else None
+    out: ModelOutput = model(batch.x, batch.edges, batch.pairs, batch.nodes if use_factors else None, visible if use_factors else None)
+    cut = batch.num_pos
+    weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
+    pos, neg = structure_loss(out.logits[:cut], out.logits[cut:], *weights)
+    terms = {"structure": pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)}
+    if out.predicted is not None and context is not None:
+        recon = factor_loss(out.z.index_select(0, batch.nodes), out.predicted, context, cfg.loss, batch.node_weight)
+        terms["factor"] = recon.total / max(batch.global_nodes, 1)
+    if cfg.loss.cluster_weight != 0:
+        terms["cluster"] = _cluster_share(out.z.flatten(1), batch, comm)
+    return terms
+
+
+def _cluster_share(z: Tensor, batch: StepBatch, comm: Comm) -> Tensor:
+    if batch.modularity is not None:
+        return modularity_full(z, batch.modularity, comm, is_symmetric=comm.world == 1) / comm.world
+    pos = batch.pairs[: batch.num_pos]
+    if batch.weight is not None:
+        pos = pos[batch.weight[: batch.num_pos] > 0]
+    return modularity_edges(z.index_select(0, pos[:, 0]), z.index_select(0, pos[:, 1]), comm, is_symmetric=True) / comm.world
 
 
 def objective(terms: dict[str, Tensor], cfg: Config) -> Tensor:
-    """L = L_st + λ1·L_ch + λ2·L_cl (§1)."""
-    return terms["structure"]
+    """L = L_st + λ1·L_ch + λ2·L_cl (§1); terms without a weight are absent."""
+    weight = {"structure": 1.0, "factor": cfg.loss.factor_weight, "cluster": cfg.loss.cluster_weight}
+    return torch.stack([weight[name] * value for name, value in terms.items()]).sum()
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, batch: StepBatch, step: int, cfg: Config, comm: Comm
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    batch: StepBatch,
+    step: int,
+    cfg: Config,
+    scores: CIScores | None,
+    comm: Comm,
 ) -> dict[str, Tensor]:
-    """Forward, backward, clip, update, schedule. Returns this rank's shares of the terms and the gradient norm, detached."""
+    """Collective: forward, backward, clip, update, schedule. Returns this rank's shares of the terms and the gradient norm, detached."""
     devices = [batch.x.device] if batch.x.is_cuda else []
     with torch.random.fork_rng(devices=devices):
         # Dropout is the one draw that depends on the rank: each rank drops its own copy of the rows.
         torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", step, comm.rank))
-        terms = loss_terms(model, batch)
+        terms = loss_terms(model, batch, cfg, scores, comm)
         optimizer.zero_grad(set_to_none=True)
         (comm.world * objective(terms, cfg)).backward()
     limit = cfg.optim.clip_norm if cfg.optim.clip_norm > 0 else float("inf")

@@ -314,7 +314,7 @@ def test_unpickler_admits_data_and_nothing_else(tmp_path: Path) -> None:
 
     graph = defaultdict(list, {0: [1], 1: [0]})
     for value in (np.arange(6.0).reshape(2, 3), csr_matrix(np.eye(3)), graph):
-        for protocol in (0, 2):
+        for protocol in (2, 3):
             (tmp_path / "good").write_bytes(pickle.dumps(value, protocol=protocol))
             again = read_pickle(tmp_path / "good")
             assert type(again) is type(value)
@@ -325,3 +325,26 @@ def test_unpickler_admits_data_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes(buffer.getvalue()[:-5])
     with pytest.raises(UserError, match="cut cannot be read"):
         read_pickle(tmp_path / "cut")
+
+
+def test_ogb_archive_is_unpacked_without_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ogb", reason="the extra `ogb` is not installed")
+    import zipfile
+
+    from cimage_dist.graph.sources.ogb import DATASETS, _fetch
+
+    def fake(url: str, folder: str, log: bool) -> str:
+        assert url.endswith("arxiv.zip")
+        path = Path(folder) / "arxiv.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in DATASETS["ogbn-arxiv"].files:
+                archive.writestr(f"arxiv/{name}", name)
+        return str(path)
+
+    monkeypatch.setattr("ogb.utils.url.download_url", fake)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
+    dataset = DATASETS["ogbn-arxiv"]
+    data = DataConfig(name="ogbn-arxiv", root=str(tmp_path), store_dir=str(tmp_path / "stores"))
+    folder = raw_module.find_raw(data, dataset.folder, dataset.files, _fetch(dataset))
+    assert all((folder / name).read_text() == name for name in dataset.files)
+    assert [p.name for p in folder.parent.iterdir()] == ["ogbn_arxiv"]

@@ -8,7 +8,7 @@ from scipy import stats
 from cimage_dist.graph.bijection import Bijection
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 97, 256, 1000, 4096, 4099, 65_537])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 97, 256, 1000, 4096, 4099, 20_011])
 def test_is_a_permutation_with_inverse(size: int) -> None:
     positions = torch.arange(size)
     for key in (0, 1, -(2**63)):
@@ -25,7 +25,7 @@ def test_any_part_can_be_evaluated_alone() -> None:
     assert ids.shape == positions.shape
     assert torch.equal(pi(positions[1]), ids[1])
     assert torch.equal(pi.inverse(ids), positions)
-    assert 0 <= int(ids.min()) and int(ids.max()) < pi.size
+    assert int(ids.min()) >= 0 and int(ids.max()) < pi.size
 
 
 def test_keys_give_unrelated_orders_without_fixed_structure() -> None:
@@ -40,9 +40,9 @@ def test_keys_give_unrelated_orders_without_fixed_structure() -> None:
     assert abs(np.corrcoef(first.numpy(), positions.numpy())[0, 1]) < 4 / np.sqrt(size)
 
 
-@pytest.mark.parametrize("size", [3, 6, 16, 23])
+@pytest.mark.parametrize("size", [3, 6, 11, 16])
 def test_first_two_outputs_are_uniform_over_keys(size: int) -> None:
-    trials = 200 * size
+    trials = 60 * size
     drawn = torch.stack([Bijection(size, key)(torch.tensor([0, 1])) for key in range(trials)])
     for column in drawn.T:
         assert stats.chisquare(np.bincount(column.numpy(), minlength=size)).pvalue > 1e-4

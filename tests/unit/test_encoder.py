@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cimage_dist.config import load_config
-from cimage_dist.eval.embed import encode_graph, target_ranges
 from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.inference import encode_graph, target_ranges
 from cimage_dist.nn.model import build_model
 from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.types import EdgeList, FeatureMoments

@@ -150,7 +150,7 @@ def test_moves_and_bad_options() -> None:
     assert_same([batch], [batch.to(torch.device("cpu"))])
     with pytest.raises(UserError, match="hide_rate"):
         make_source(hide_rate=1.0)
-    with pytest.raises(UserError, match="workers"):
+    with pytest.raises(UserError, match="loader_processes"):
         BatchLoader(make_source(), 0, 1, workers=1, prefetch=0)
     with pytest.raises(ValueError, match="rank 2"):
         make_source(rank=2, world=2)

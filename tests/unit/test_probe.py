@@ -15,7 +15,7 @@ from cimage_dist.types import NodeSplit
 NUM_NODES, DIM, NUM_CLASSES = 600, 16, 4
 
 
-def embedding(noise: float = 0.3) -> tuple[Tensor, Tensor]:
+def embedding(noise: float = 0.001) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(NUM_NODES) % NUM_CLASSES
     z = torch.nn.functional.one_hot(y, DIM).float() + noise * torch.randn(NUM_NODES, DIM, generator=generator) / DIM**0.5

@@ -14,8 +14,8 @@ def load(data: DataConfig) -> RawGraph:
     """Bag-of-words features made binary, as PyG does."""
     from scipy.sparse import csr_matrix
 
-    name = f"amazon_electronics_{data.name.lower()}.npz"
-    folder = find_raw(data, f"Amazon/{FOLDERS[data.name.lower()]}/raw", [name], fetch_pyg("Amazon"))
+    name = f"amazon_electronics_{data.name}.npz"
+    folder = find_raw(data, f"Amazon/{FOLDERS[data.name]}/raw", [name], fetch_pyg("Amazon"))
     path = folder / name
     with open_npz(path) as archive:
         parts = {key: [read_member(archive, f"{key}_{field}", path) for field in ("data", "indices", "indptr", "shape")] for key in ("adj", "attr")}

@@ -27,7 +27,7 @@ def readable(path: Path) -> Iterator[None]:
         raise UserError(f"{path} does not exist.") from None
     except _BROKEN as error:
         raise UserError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); it is truncated, damaged or not the format its name says. Replace it."
+            f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); it is truncated, damaged or not the format its name says. Replace it."
         ) from None
 
 

@@ -121,7 +121,8 @@ def _labels(path: Path, num_nodes: int) -> tuple[Array, list[str] | None]:
     values = _by_node(path, num_nodes, np.nan)
     if values.dtype.kind in "iufb" or values.ndim != 1:
         return values, None
-    codes, names = pd.factorize(pd.Series(values, dtype=object).map(lambda v: v if pd.isna(v) else str(v)), sort=True)
+    words = pd.Series(values, dtype=object)
+    codes, names = pd.factorize(words.where(words.isna(), words.astype(str)), sort=True)
     return codes.astype(np.int64), [str(name) for name in names]
 
 
@@ -134,8 +135,10 @@ def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
         content = artifacts.read_json(path, "Splits file")
         given = {name: np.asarray(ids) for name, ids in content.items()} if isinstance(content, dict) else {}
     else:
-        words = np.array(["" if v is None or v != v else str(v).strip().lower() for v in _by_node(path, num_nodes, None)])
-        given = {word: words == word for word in np.unique(words) if word}
+        import pandas as pd
+
+        words = pd.Series(_by_node(path, num_nodes, None), dtype=object).fillna("").astype(str).str.strip().str.lower()
+        given = {word: (words == word).to_numpy(dtype=bool) for word in words.unique() if word}
     unknown = sorted(set(given) - set(_SPLIT_WORDS))
     if unknown or not given:
         raise UserError(f"{path}: splits are named train, val and test; found {', '.join(map(repr, unknown)) or 'none'}.")

@@ -90,7 +90,7 @@ def load(data: DataConfig) -> RawGraph:
     """
     from scipy.sparse import csr_matrix, vstack
 
-    name = data.name.lower()
+    name = data.name
     names = [f"ind.{name}.{part}" for part in (*_PICKLES, "test.index")]
     folder = find_raw(data, f"Planetoid/{FOLDERS[name]}/raw", names, fetch_pyg("Planetoid"))
     part = {key: _matrix(folder / f"ind.{name}.{key}") for key in _PICKLES if key != "graph"}

@@ -29,23 +29,23 @@ def readable_table(path: Path) -> Iterator[None]:
     from pandas.errors import EmptyDataError, ParserError
     from pyarrow import ArrowException
 
-    try:
-        with readable(path):
+    with readable(path):
+        try:
             yield
-    except EmptyDataError:
-        raise UserError(f"{path} is empty.") from None
-    except (ParserError, ArrowException) as error:
-        raise UserError(f"{path} cannot be read as {kind_of(path)} ({' '.join(str(error).split())}). Repair or replace it.") from None
+        except EmptyDataError:
+            raise UserError(f"{path} is empty.") from None
+        except (ParserError, ArrowException) as error:
+            raise UserError(f"{path} cannot be read as {kind_of(path)} ({' '.join(str(error).split())}). Repair or replace it.") from None
 
 
-def _first_lines(path: Path, count: int = 2) -> list[list[str]]:
-    """The first lines that are no comment, split into cells."""
+def _first_lines(path: Path, count: int = 1, comments: bool = False) -> list[list[str]]:
+    """The first lines, split into cells; with `comments`, lines that start with # do not count."""
     opener: Callable[..., Any] = gzip.open if path.name.endswith(".gz") else open
     separator = {"csv": ",", "tsv": "\t"}.get(kind_of(path))
     lines: list[list[str]] = []
     with readable(path), opener(path, "rt") as file:
         for line in file:
-            if not line.startswith("#"):
+            if not (comments and line.startswith("#")):
                 lines.append([cell.strip().strip('"') for cell in line.rstrip("\r\n").split(separator)])
             if len(lines) == count:
                 break
@@ -67,7 +67,7 @@ def text_frames(path: Path, header: bool, rows: int, columns: list[int] | None =
     separator = {"csv": ",", "tsv": "\t"}.get(kind_of(path), r"\s+")
     with (
         readable_table(path),
-        pd.read_csv(path, sep=separator, header=0 if header else None, comment="#", chunksize=rows, usecols=columns, **options) as reader,
+        pd.read_csv(path, sep=separator, header=0 if header else None, chunksize=rows, usecols=columns, low_memory=False, **options) as reader,
     ):
         yield from reader
 
@@ -85,13 +85,15 @@ def _edge_columns(names: Sequence[str], path: Path) -> tuple[int, int]:
 
 def text_edges(path: Path) -> Iterator[tuple[Array, Array]]:
     """csv, tsv or blank-separated txt; a header is recognised, `#` starts a comment, further columns are ignored."""
-    lines = _first_lines(path, 1)
+    lines = _first_lines(path, comments=True)
     if not lines:
         return
     header = not all(map(_is_number, lines[0][:2]))
     a, b = _edge_columns(lines[0] if header else [""] * len(lines[0]), path)
-    for frame in text_frames(path, header, CHUNK_EDGES, [a, b]):
-        first, second = (0, 1) if a < b else (1, 0)
+    # With two columns all are read, so that a longer line is an error and not cut short.
+    columns = [a, b] if len(lines[0]) > 2 else None
+    first, second = (0, 1) if a < b else (1, 0)
+    for frame in text_frames(path, header, CHUNK_EDGES, columns, comment="#"):
         yield frame.iloc[:, first].to_numpy(), frame.iloc[:, second].to_numpy()
 
 
@@ -116,7 +118,7 @@ def load_npy(path: Path) -> Array:
 
 def text_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
     """(rows, chunks) of a table of numbers, counted in a first pass."""
-    lines = _first_lines(path, 1)
+    lines = _first_lines(path)
     if not lines:
         raise UserError(f"{path} is empty.")
     header = not all(map(_is_number, filter(None, lines[0])))
@@ -170,7 +172,7 @@ def read_node_values(path: Path) -> tuple[Array | None, Array]:
         with readable_table(path):
             frame = pd.read_parquet(path)
     else:
-        lines = _first_lines(path)
+        lines = _first_lines(path, 2)
         if not lines:
             raise UserError(f"{path} is empty.")
         named = lines[0][0].lower() in _NODE_COLUMNS

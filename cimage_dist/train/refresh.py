@@ -1,0 +1,121 @@
+"""The refresh: every few steps the trusted set is rebuilt and the factors are scored and parted anew (§1, §6, §8)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cimage_dist import keyed
+from cimage_dist.comm import Comm
+from cimage_dist.config import Config
+from cimage_dist.errors import UserError
+from cimage_dist.nn.encoder import Encoder
+from cimage_dist.stats.diagnostics import describe_partition
+from cimage_dist.stats.grouped import class_quota, smallest_per_group
+from cimage_dist.stats.hsic import block_statistics, conditional_statistics
+from cimage_dist.stats.partition import choose_partition, random_half, score_features
+from cimage_dist.stats.pseudolabels import grow_confident, select_confident
+from cimage_dist.train.embedder import Embedder
+from cimage_dist.types import CIScores
+
+_MAX_FAILURES = 3
+
+
+def random_scores(num_factors: int, seed: int) -> CIScores:
+    """The control: a random half of the factors as the first context, for the whole run."""
+    chosen = random_half(num_factors, seed)
+    return CIScores(chosen.double(), chosen, 0.0, 0.0, chosen.double(), 0, "random-half", "control")
+
+
+class Refresher:
+    """Holds this rank's share of the nodes with their initial labels, and makes the partition from the current encoder.
+
+    labels int64 [N] (-1: none) and confidence float [N] are those of all nodes, the same on every rank.
+    """
+
+    def __init__(self, cfg: Config, labels: Tensor, confidence: Tensor, embedder: Embedder, comm: Comm) -> None:
+        self.cfg, self.embedder, self.comm = cfg, embedder, comm
+        begin, end = comm.slice_of(labels.numel())
+        self.gids = torch.arange(begin, end)
+        self.labels = labels[begin:end].to(torch.int64)
+        self.base = select_confident(
+            self.labels, confidence[begin:end], self.gids, fraction=cfg.cluster.fraction, min_per_cluster=2 * cfg.ci.block_size, comm=comm
+        )
+        self.num_clusters = int(labels.max()) + 1
+        self.failures = 0
+        if cfg.sampler.fanouts:
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Sampled regime: look at no more than max_samples members and as many candidates, so that a refresh does not grow with N."""
+        limit, key = self.cfg.ci.max_samples, keyed.stream(self.cfg.run.seed, "refresh-sample")
+        members = self._at_most(torch.where(self.base, self.labels, -1), limit, key)
+        others = self._at_most(torch.where(~self.base & (self.labels >= 0), 0, -1), limit, key)
+        kept = members | others
+        self.gids, self.labels, self.base = self.gids[kept], self.labels[kept], self.base[kept]
+
+    def _at_most(self, groups: Tensor, limit: int, key: int) -> Tensor:
+        """Collective: at most `limit` rows over all ranks, even over groups, by a keyed draw; bool [n]."""
+        sizes = self.comm.sum(torch.bincount(groups[groups >= 0], minlength=self.num_clusters))
+        return smallest_per_group(keyed.uniform(key, self.gids), self.gids, groups, class_quota(sizes, limit), self.comm)
+
+    def __call__(self, encoder: Encoder, step: int, previous: CIScores | None) -> tuple[CIScores, dict[str, Any]]:
+        """Collective: (scores and partition, what to log)."""
+        cfg, comm = self.cfg, self.comm
+        began = time.perf_counter()
+        h, z = self.embedder(encoder, self.gids, step)
+        h, z = h.cpu(), z.cpu()
+        cluster = cfg.cluster
+        grown = grow_confident(
+            z.flatten(1),
+            self.labels,
+            self.base,
+            self.gids,
+            rule=cluster.growth,
+            threshold=cluster.growth_threshold,
+            agree=cluster.growth_agree,
+            bank_size=cluster.bank_size,
+            seed=cfg.run.seed,
+            comm=comm,
+        )
+        sample = self._at_most(torch.where(grown.mask, self.labels, -1), cfg.ci.max_samples, keyed.stream(cfg.run.seed, "refresh-sample", step))
+        rows, labels, gids = h[sample], self.labels[sample], self.gids[sample]
+        scores = self._score(rows, labels, gids, step, previous)
+        metrics: dict[str, Any] = {"confident": int(comm.sum(grown.mask.sum())), "grown": grown.added, "status": scores.status}
+        metrics |= {f"mu_norm/{c}": value for c, value in enumerate(grown.mu_norms.tolist())}
+        metrics["context"] = scores.in_context.nonzero().squeeze(-1).tolist()
+        metrics["scores"] = scores.scores.tolist()
+        metrics["seconds"] = time.perf_counter() - began
+        if (step // cfg.ci.every_steps) % cfg.ci.diagnose_every == 0:
+            found = describe_partition(rows, labels, gids, scores, previous=previous, block_size=cfg.ci.block_size, seed=cfg.run.seed, comm=comm)
+            metrics |= {name.removeprefix("ci/"): value for name, value in found.items()}
+        return scores, metrics
+
+    def _score(self, rows: Tensor, labels: Tensor, gids: Tensor, step: int, previous: CIScores | None) -> CIScores:
+        cfg, comm = self.cfg, self.comm
+        features = score_features(rows, cfg.ci.features)
+        common: dict[str, Any] = {"seed": keyed.derive(cfg.run.seed, step), "block_size": cfg.ci.block_size, "repeats": cfg.ci.repeats, "comm": comm}
+        if cfg.ci.conditional == "stratified":
+            stats = conditional_statistics(features, labels, gids, **common)
+        else:
+            stats = block_statistics(features, labels, gids, block_classes=cfg.ci.block_classes, **common)
+        scores = choose_partition(
+            stats,
+            cfg.model.num_factors,
+            features=cfg.ci.features,
+            lam="auto" if cfg.ci.lam is None else cfg.ci.lam,
+            target=cfg.ci.target,
+            solver=cfg.ci.solver,
+            #inner=cfg.ci.inner,
+            pi=cfg.ci.pi,
+            previous=previous,
+            seed=cfg.run.seed,
+            comm=comm,
+        )
+        self.failures = self.failures + 1 if scores.status == "skipped-nonfinite" else 0
+        if self.failures >= _MAX_FAILURES:
+            raise UserError(f"The factor scores could not be refreshed {_MAX_FAILURES} times in a row: the embeddings hold NaN or infinite values at step {step}. Lower optim.lr_max.")
+        return scores
