@@ -116,9 +116,18 @@ def do_ingest(args: argparse.Namespace) -> Any:
     cfg = config_of(args)
     path, is_new = ingest(cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr))
     graph = Graph.open(path, cfg.data.verify)
-    facts = {"store": str(path), "built_now": is_new, "nodes": graph.num_nodes, "edges": graph.num_edges // 2, "features": graph.num_features, "classes": graph.num_classes}
+    facts = {
+        "store": str(path),
+        "built_now": is_new,
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges // 2,
+        "features": graph.num_features,
+        "classes": graph.num_classes,
+    }
     if not args.json:
-        print(f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, {graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, {graph.num_classes} classes")
+        print(
+            f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, {graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, {graph.num_classes} classes"
+        )
     return facts
 
 
@@ -149,7 +158,9 @@ def do_embed(args: argparse.Namespace) -> Any:
     folder = stages.embed(cfg, parquet=args.parquet, note=progress_of(args).note)
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
     if not args.json and not args.quiet:
-        print(f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})\nnext: {command_of(args, 'evaluate')}")
+        print(
+            f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})\nnext: {command_of(args, 'evaluate')}"
+        )
     return {"embeddings": str(folder), "rows": manifest["rows"], "columns": manifest["columns"], "step": manifest["step"]}
 
 
@@ -208,7 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception:
         traceback.print_exc()
-        print(f"cimage {args.verb}: internal error (above). This is a fault of cimage-dist; please report it with the command and `cimage doctor --json`.", file=sys.stderr)
+        print(
+            f"cimage {args.verb}: internal error (above). This is a fault of cimage-dist; please report it with the command and `cimage doctor --json`.",
+            file=sys.stderr,
+        )
         return 1
     if args.json:
         print(json.dumps(result, indent=2))

@@ -46,7 +46,10 @@ class SbmConfig:
 
 @dataclass
 class DataConfig:
-    name: str = opt("digits", "digits, sbm, cora, citeseer, pubmed, photo, computers, wikics, ogbn-arxiv, ogbn-products, ogbn-papers100m, or any name you give your own graph (with data.path)")
+    name: str = opt(
+        "digits",
+        "digits, sbm, cora, citeseer, pubmed, photo, computers, wikics, ogbn-arxiv, ogbn-products, ogbn-papers100m, or any name you give your own graph (with data.path)",
+    )
     path: Optional[str] = opt(None, "your own graph: a folder holding edges.* and optionally features.*, labels.*, splits.*")
     root: Optional[str] = opt(None, "where raw files are looked for; unset: the environment variable CIMAGE_DATA_ROOT, else <store_dir>/raw")
     store_dir: str = opt("data", "where prepared graph stores are kept")
@@ -68,12 +71,27 @@ class DataConfig:
     def __post_init__(self) -> None:
         need(0 < self.train_ratio < 1, "data.train_ratio", "must lie strictly between 0 and 1", self.train_ratio)
         need(0 < self.val_ratio < 1, "data.val_ratio", "must lie strictly between 0 and 1", self.val_ratio)
-        need(self.train_ratio + self.val_ratio < 1, "data.train_ratio + data.val_ratio", "must leave room for a test set (below 1)", self.train_ratio + self.val_ratio)
+        need(
+            self.train_ratio + self.val_ratio < 1,
+            "data.train_ratio + data.val_ratio",
+            "must leave room for a test set (below 1)",
+            self.train_ratio + self.val_ratio,
+        )
         need(self.labels_per_class >= 1, "data.labels_per_class", "must be at least 1", self.labels_per_class)
         need(self.made_features >= 1, "data.made_features", "must be at least 1", self.made_features)
         need(self.split_index >= 0, "data.split_index", "must not be negative", self.split_index)
-        need(0 < self.link_val_ratio < 1 and 0 < self.link_test_ratio < 1, "data.link_val_ratio / data.link_test_ratio", "must lie strictly between 0 and 1", [self.link_val_ratio, self.link_test_ratio])
-        need(self.link_val_ratio + self.link_test_ratio < 1, "data.link_val_ratio + data.link_test_ratio", "must leave training edges (below 1)", self.link_val_ratio + self.link_test_ratio)
+        need(
+            0 < self.link_val_ratio < 1 and 0 < self.link_test_ratio < 1,
+            "data.link_val_ratio / data.link_test_ratio",
+            "must lie strictly between 0 and 1",
+            [self.link_val_ratio, self.link_test_ratio],
+        )
+        need(
+            self.link_val_ratio + self.link_test_ratio < 1,
+            "data.link_val_ratio + data.link_test_ratio",
+            "must leave training edges (below 1)",
+            self.link_val_ratio + self.link_test_ratio,
+        )
         sbm = self.sbm
         need(sbm.num_nodes >= 2, "data.sbm.num_nodes", "must be at least 2", sbm.num_nodes)
         need(1 <= sbm.num_blocks <= sbm.num_nodes, "data.sbm.num_blocks", "must lie between 1 and data.sbm.num_nodes", sbm.num_blocks)
@@ -165,7 +183,9 @@ class ClusterConfig:
 class CIConfig:
     every_steps: int = opt(5, "optimiser steps between refreshes of the trusted set, the scores and the partition")
     partition: Literal["ci", "random"] = opt("ci", "factors are parted by conditional-independence scores, or at random into halves (control)")
-    features: Literal["channel", "factor_mean"] = opt("channel", "HSIC on all K*c channels, averaged per factor afterwards (paper), or on K factor means (released code)")
+    features: Literal["channel", "factor_mean"] = opt(
+        "channel", "HSIC on all K*c channels, averaged per factor afterwards (paper), or on K factor means (released code)"
+    )
     lam: Optional[float] = opt(None, "L1 weight of the score solver; unset: chosen so that about `target` factors are scored")
     target: Optional[int] = opt(None, "wanted number of scored factors when lam is unset; unset: K/2")
     solver: Literal["vi", "nnlasso"] = opt("vi", "variational HSIC lasso, or plain non-negative lasso")

@@ -61,7 +61,31 @@ def integers(key: int, ids: Tensor, high: Tensor | int) -> Tensor:
 STREAM = {
     name: i
     for i, name in enumerate(
-        ("init", "dropout", "mask-start", "mask-walk", "negatives", "split", "link-split", "link-negatives", "kmeans", "probe", "batch-order", "mask-extra", "ci-blocks", "ci-fallback", "neighbours", "sbm", "feature-sample", "made-features", "growth-bank", "diagnostics", "refresh-neighbours", "refresh-sample", "initial-labels"),
+        (
+            "init",
+            "dropout",
+            "mask-start",
+            "mask-walk",
+            "negatives",
+            "split",
+            "link-split",
+            "link-negatives",
+            "kmeans",
+            "probe",
+            "batch-order",
+            "mask-extra",
+            "ci-blocks",
+            "ci-fallback",
+            "neighbours",
+            "sbm",
+            "feature-sample",
+            "made-features",
+            "growth-bank",
+            "diagnostics",
+            "refresh-neighbours",
+            "refresh-sample",
+            "initial-labels",
+        ),
         start=1,
     )
 }

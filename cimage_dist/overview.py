@@ -68,8 +68,12 @@ def doctor(is_printed: bool) -> dict[str, Any]:
         for name, version in facts["packages"].items():
             print(f"  {'ok     ' if version else 'MISSING'} {name} {version or ''}")
         for item in optional:
-            state = f"ok      {item['name']} {item['version'] or ''}" if item["present"] else f"absent  {item['name']}: would add {item['adds']}; {item['install']}"
+            state = (
+                f"ok      {item['name']} {item['version'] or ''}" if item["present"] else f"absent  {item['name']}: would add {item['adds']}; {item['install']}"
+            )
             print(f"  {state}")
-        print(f"data root: {root or 'not set (CIMAGE_DATA_ROOT); raw files are looked for under <data.store_dir>/raw'}{'' if not root or facts['data_root_exists'] else ' (does not exist)'}")
+        print(
+            f"data root: {root or 'not set (CIMAGE_DATA_ROOT); raw files are looked for under <data.store_dir>/raw'}{'' if not root or facts['data_root_exists'] else ' (does not exist)'}"
+        )
         print("ready" if facts["healthy"] else f"not ready: install {', '.join(missing)}")
     return facts

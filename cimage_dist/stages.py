@@ -59,7 +59,9 @@ def prepare_run(cfg: Config, graph: Graph) -> RunDir:
         longer = dataclasses.replace(old, train=dataclasses.replace(old.train, epochs=max(old.train.epochs, cfg.train.epochs)))
         if fingerprint(longer) != fingerprint(cfg) or old.run.seed != cfg.run.seed:
             keys = [key for key in changed_keys(old, cfg) if not key.startswith("resources.")]
-            raise UserError(f"{run.root} holds a run with other settings ({', '.join(keys)} differ). Choose another run.dir, or delete that folder to start afresh.")
+            raise UserError(
+                f"{run.root} holds a run with other settings ({', '.join(keys)} differ). Choose another run.dir, or delete that folder to start afresh."
+            )
         check_graph(run, graph)
     artifacts.write_text(run.config, to_yaml(cfg))
     if not run.environment.is_file():

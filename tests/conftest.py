@@ -41,4 +41,12 @@ def small_sbm(store_dir: Path) -> Graph:
 
 
 def small_sbm_settings(store_dir: Path) -> list[str]:
-    return ["data.name=sbm", "data.sbm.num_nodes=300", "data.sbm.num_blocks=3", "data.sbm.avg_degree=8", "data.sbm.label_features=6", "data.sbm.nuisance_features=6", f"data.store_dir={store_dir}"]
+    return [
+        "data.name=sbm",
+        "data.sbm.num_nodes=300",
+        "data.sbm.num_blocks=3",
+        "data.sbm.avg_degree=8",
+        "data.sbm.label_features=6",
+        "data.sbm.nuisance_features=6",
+        f"data.store_dir={store_dir}",
+    ]

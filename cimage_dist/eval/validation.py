@@ -51,7 +51,9 @@ def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSpl
         return validate_links
     labels = graph.labels()
     if labels is None:
-        raise UserError(f"Graph {graph.name!r} has no labels to validate on. Set train.validate_every=0 and train.select=last, or hold out edges with data.holdout_edges=link.")
+        raise UserError(
+            f"Graph {graph.name!r} has no labels to validate on. Set train.validate_every=0 and train.select=last, or hold out edges with data.holdout_edges=link."
+        )
     split = node_split(graph, cfg.data, cfg.run.seed)
 
     def validate_nodes(model: CimageModel) -> dict[str, float]:

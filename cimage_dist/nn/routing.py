@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cimage_dist.nn.routing_cpu import can_iterate, iterate_assignments
 from cimage_dist.types import EdgeList
 
 EPS = 1e-12
@@ -57,20 +58,33 @@ def route(
     l_TKC = l_NKC if targets is None else l_NKC[targets]
     l_EKC = l_NKC.index_select(0, edges.src)
     dst, weight = edges.dst, edges.weight
-    num_factors = l_NKC.shape[1]
-
-    def iterate(l_T: Tensor, l_E: Tensor) -> Tensor:
-        """p before the last aggregation."""
-        p_EK = assignments(l_E, l_T, dst, temperature) if init == "self" else l_E.new_full((dst.numel(), num_factors), 1.0 / num_factors)
-        for _ in range(iterations - 1):
-            q_TKC = normalize_factors(aggregate(l_T, l_E, p_EK, dst, weight))
-            p_EK = assignments(l_E, q_TKC, dst, temperature)
-        return p_EK
-
     if grad == "last":
         with torch.no_grad():
-            p_EK = iterate(l_TKC.detach(), l_EKC.detach())
+            p_EK = _assign_without_gradient(l_TKC.detach(), l_NKC.detach(), l_EKC.detach(), edges, iterations, temperature, init)
     else:
-        p_EK = iterate(l_TKC, l_EKC)
+        p_EK = _first_assignments(l_TKC, l_EKC, dst, temperature, init)
+        for _ in range(iterations - 1):
+            p_EK = _next_assignments(l_TKC, l_EKC, p_EK, edges, temperature)
     q_TKC = aggregate(l_TKC, l_EKC, p_EK, dst, weight)
     return normalize_factors(q_TKC) if final_norm else q_TKC
+
+
+def _first_assignments(l_TKC: Tensor, l_EKC: Tensor, dst: Tensor, temperature: float, init: str) -> Tensor:
+    if init == "self":
+        return assignments(l_EKC, l_TKC, dst, temperature)
+    return l_EKC.new_full((dst.numel(), l_EKC.shape[1]), 1.0 / l_EKC.shape[1])
+
+
+def _next_assignments(l_TKC: Tensor, l_EKC: Tensor, p_EK: Tensor, edges: EdgeList, temperature: float) -> Tensor:
+    q_TKC = normalize_factors(aggregate(l_TKC, l_EKC, p_EK, edges.dst, edges.weight))
+    return assignments(l_EKC, q_TKC, edges.dst, temperature)
+
+
+def _assign_without_gradient(l_TKC: Tensor, l_NKC: Tensor, l_EKC: Tensor, edges: EdgeList, iterations: int, temperature: float, init: str) -> Tensor:
+    """The assignments before the last aggregation, by the compiled loop where it applies, else by tensor operations."""
+    p_EK = _first_assignments(l_TKC, l_EKC, edges.dst, temperature, init)
+    if iterations > 1 and can_iterate(l_NKC, edges.dst):
+        return iterate_assignments(l_TKC, l_NKC, edges.src, edges.dst, edges.weight, p_EK, iterations - 1, temperature)
+    for _ in range(iterations - 1):
+        p_EK = _next_assignments(l_TKC, l_EKC, p_EK, edges, temperature)
+    return p_EK

@@ -19,7 +19,7 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.stats.hsic import HsicStats
-from cimage_dist.stats.selection import VIResult, kept_features, prepare_vi, solve_nnlasso, solve_vi
+from cimage_dist.stats.selection import Inner, VIResult, kept_features, prepare_vi, solve_nnlasso, solve_vi
 from cimage_dist.types import CIScores
 
 Features = Literal["channel", "factor_mean"]
@@ -66,6 +66,7 @@ def choose_partition(
     lam: float | Literal["auto"] = "auto",
     target: int | None = None,
     solver: Solver = "vi",
+    inner: Inner = "cd",
     pi: float = 0.5,
     previous: CIScores | None = None,
     seed: int = 0,
@@ -82,7 +83,7 @@ def choose_partition(
     if comm.is_main:
         # One BLAS thread: these matrices are too small to share, and busy cores would make the threads wait for each other.
         with threadpool_limits(limits=1, user_api="blas"):
-            scores = _choose(stats, num_factors, features, lam, num_factors // 2 if target is None else target, solver, previous, seed)
+            scores = _choose(stats, num_factors, features, lam, num_factors // 2 if target is None else target, solver, inner, previous, seed)
         scores = replace(scores, omega=scores.omega / (2.0 * (1.0 - pi))) if scores.num_solves else scores
         if scores.notes:
             _LOG.info("CI scores %s: %s", scores.status, scores.notes)
@@ -102,7 +103,7 @@ def _check(stats: HsicStats, num_factors: int, features: Features, lam: float | 
 
 
 def _choose(
-    stats: HsicStats, num_factors: int, features: Features, lam: float | str, target: int, solver: Solver, previous: CIScores | None, seed: int
+    stats: HsicStats, num_factors: int, features: Features, lam: float | str, target: int, solver: Solver, inner: Inner, previous: CIScores | None, seed: int
 ) -> CIScores:
     refusal = _refusal(stats)
     if refusal is not None:
@@ -110,7 +111,7 @@ def _choose(
         return _without_solve(stats, num_factors, previous, seed, status, reason)
     if num_factors == 1:
         return _result(_Trial(0.0, None, torch.ones(1, dtype=torch.float64)), stats, 0, "single-factor", "one factor cannot be split")
-    solve = _Solves(stats, num_factors, features, "nnlasso" if stats.is_conditional else solver)
+    solve = _Solves(stats, num_factors, features, "nnlasso" if stats.is_conditional else solver, inner)
     if isinstance(lam, str):
         is_warm = previous is not None and previous.lam > 0
         # Above max b the lasso has no weight at all: without a previous penalty its search comes down from there.
@@ -141,7 +142,7 @@ class _Trial:
 class _Solves:
     """Solves at different penalties, each started from the weights of the one before; counts them."""
 
-    def __init__(self, stats: HsicStats, num_factors: int, features: Features, solver: Solver) -> None:
+    def __init__(self, stats: HsicStats, num_factors: int, features: Features, solver: Solver, inner: Inner) -> None:
         self.count = 0
         self.num_factors = num_factors
         self.solver = solver
@@ -150,7 +151,7 @@ class _Solves:
         self._run: Callable[[float], VIResult]
         if solver == "vi":
             problem = prepare_vi(stats)
-            self._run = lambda lam: solve_vi(problem, lam, warm=self._warm)
+            self._run = lambda lam: solve_vi(problem, lam, warm=self._warm, inner=inner)
         else:
             self._run = lambda lam: solve_nnlasso(stats, lam, warm=self._warm)
 

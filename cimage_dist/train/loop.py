@@ -181,7 +181,9 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
         sink.tick(step, total, {name: metrics[name] for name in SHOWN if name in metrics})
         if step % cfg.run.log_every == 0 or is_last:
             seconds = time.perf_counter() - clock
-            sink.log("train", step, metrics | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0], "edges_per_s": edges / seconds, "seconds": seconds})
+            sink.log(
+                "train", step, metrics | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0], "edges_per_s": edges / seconds, "seconds": seconds}
+            )
             clock, edges = time.perf_counter(), 0.0
         is_best = False
         if validate and cfg.train.validate_every and (step % cfg.train.validate_every == 0 or is_last):
@@ -203,7 +205,9 @@ def _reduce(terms: dict[str, Tensor], cfg: Config, comm: Comm, step: int) -> dic
     metrics = {"loss": float(objective(reduced, cfg)), **{name: float(value) for name, value in reduced.items()}, "grad_norm": norm}
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
-        raise UserError(f"Training diverged at step {step}: {', '.join(bad)} is not finite. Lower optim.lr_max (now {cfg.optim.lr_max:g}); the last good checkpoint is kept.")
+        raise UserError(
+            f"Training diverged at step {step}: {', '.join(bad)} is not finite. Lower optim.lr_max (now {cfg.optim.lr_max:g}); the last good checkpoint is kept."
+        )
     return metrics
 
 

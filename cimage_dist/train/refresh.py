@@ -109,7 +109,7 @@ class Refresher:
             lam="auto" if cfg.ci.lam is None else cfg.ci.lam,
             target=cfg.ci.target,
             solver=cfg.ci.solver,
-            #inner=cfg.ci.inner,
+            inner=cfg.ci.inner,
             pi=cfg.ci.pi,
             previous=previous,
             seed=cfg.run.seed,
@@ -117,5 +117,7 @@ class Refresher:
         )
         self.failures = self.failures + 1 if scores.status == "skipped-nonfinite" else 0
         if self.failures >= _MAX_FAILURES:
-            raise UserError(f"The factor scores could not be refreshed {_MAX_FAILURES} times in a row: the embeddings hold NaN or infinite values at step {step}. Lower optim.lr_max.")
+            raise UserError(
+                f"The factor scores could not be refreshed {_MAX_FAILURES} times in a row: the embeddings hold NaN or infinite values at step {step}. Lower optim.lr_max."
+            )
         return scores

@@ -43,7 +43,13 @@ def damage_flip(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [(checkpoint.TENSORS, damage_truncate), (checkpoint.TENSORS, damage_flip), (checkpoint.TENSORS, Path.unlink), (checkpoint.META, damage_truncate), (checkpoint.META, Path.unlink)],
+    [
+        (checkpoint.TENSORS, damage_truncate),
+        (checkpoint.TENSORS, damage_flip),
+        (checkpoint.TENSORS, Path.unlink),
+        (checkpoint.META, damage_truncate),
+        (checkpoint.META, Path.unlink),
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, name, damage):
     checkpoint.save(tmp_path, 5, tensors(5), {})

@@ -55,7 +55,17 @@ def test_run_directory():
 
 def test_daily_keys_are_kept():
     keys = {key for key, _, _ in known_keys()}
-    assert {"data.name", "model.num_factors", "model.factor_dim", "loss.factor_weight", "loss.cluster_weight", "train.epochs", "sampler.fanouts", "run.seed", "run.dir"} <= keys
+    assert {
+        "data.name",
+        "model.num_factors",
+        "model.factor_dim",
+        "loss.factor_weight",
+        "loss.cluster_weight",
+        "train.epochs",
+        "sampler.fanouts",
+        "run.seed",
+        "run.dir",
+    } <= keys
 
 
 def test_every_key_is_explained_and_read_somewhere():
@@ -93,7 +103,10 @@ def test_bad_values_name_the_key_and_the_fix(override, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "word"), [("a: [", "yaml"), ("- 1\n- 2\n", "mapping"), ("train: 5\n", "section"), ("train: {epochs: 1, epochs: 2}\n", "duplicate"), ("x: 1\n", "Unknown")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("a: [", "yaml"), ("- 1\n- 2\n", "mapping"), ("train: 5\n", "section"), ("train: {epochs: 1, epochs: 2}\n", "duplicate"), ("x: 1\n", "Unknown")],
+)
 def test_bad_yaml_names_the_file(tmp_path, text, word):
     path = tmp_path / "bad.yaml"
     path.write_text(text)

@@ -13,7 +13,9 @@ from tests.graphs import random_topology, topology_from_pairs
 
 
 def make(num_features: int = 6, **model: object) -> Encoder:
-    cfg = load_config(overrides=["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.dropout=0", *[f"model.{k}={v}" for k, v in model.items()]])
+    cfg = load_config(
+        overrides=["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.dropout=0", *[f"model.{k}={v}" for k, v in model.items()]]
+    )
     return build_model(num_features, cfg).encoder.double().eval()
 
 
@@ -80,7 +82,15 @@ def test_moments_norm_equals_batch_norm_on_the_full_graph(as_factor):
     batch = build_model(6, cfg).encoder.double().train()
     cfg.model.norm = "moments"
     closed = build_model(6, cfg, moments_of(x, as_factor)).encoder.double().train()
-    closed.norm.load_state_dict({"mean": x.mean(0), "sqmean": x.square().mean(0), "cov": closed.norm.cov * 0 + _cov(x, as_factor), "weight": closed.norm.weight, "bias": closed.norm.bias})
+    closed.norm.load_state_dict(
+        {
+            "mean": x.mean(0),
+            "sqmean": x.square().mean(0),
+            "cov": closed.norm.cov * 0 + _cov(x, as_factor),
+            "weight": closed.norm.weight,
+            "bias": closed.norm.bias,
+        }
+    )
     closed.linear.load_state_dict(batch.linear.state_dict())
     torch.testing.assert_close(closed.project(x), batch.project(x), rtol=0, atol=1e-10)
 

@@ -22,7 +22,14 @@ def test_reverse_entries_swap_rows_and_columns():
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(2, 40), pairs=st.integers(1, 120), start=st.sampled_from(["node", "edge"]), symmetric=st.booleans(), epoch=st.integers(0, 5), seed=st.integers(0, 9))
+@given(
+    n=st.integers(2, 40),
+    pairs=st.integers(1, 120),
+    start=st.sampled_from(["node", "edge"]),
+    symmetric=st.booleans(),
+    epoch=st.integers(0, 5),
+    seed=st.integers(0, 9),
+)
 def test_masked_and_remaining_make_up_the_graph(n, pairs, start, symmetric, epoch, seed):
     topology = random_topology(n, pairs, seed)
     masker = PathMasker(topology, MaskConfig(start=start, symmetric=symmetric), seed)

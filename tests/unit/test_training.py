@@ -22,7 +22,15 @@ from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
 from tests.conftest import small_sbm_settings
 
-TINY = ["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=2", "train.epochs=8", "run.log_every=1", "run.checkpoint_every=2"]
+TINY = [
+    "model.num_factors=3",
+    "model.factor_dim=4",
+    "model.num_layers=2",
+    "model.routing_iterations=2",
+    "train.epochs=8",
+    "run.log_every=1",
+    "run.checkpoint_every=2",
+]
 
 
 @pytest.fixture
