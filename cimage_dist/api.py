@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,15 @@ from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, load_config, to_yaml
 from cimage_dist.errors import UserError
-from cimage_dist.evaluation import evaluate
+from cimage_dist.evaluation import as_graph, evaluate
 from cimage_dist.graph.holdout import training_graph
-from cimage_dist.graph.store import Graph
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import MemorySink
+from cimage_dist.types import CIScores
 
 __all__ = ["Pretrainer", "evaluate"]
-
-
-def as_graph(graph: Any) -> Graph:
-    """A Graph as it is; a torch_geometric Data is converted."""
-    return graph if isinstance(graph, Graph) else Graph.from_data(graph)
 
 
 class Pretrainer:
@@ -43,11 +39,13 @@ class Pretrainer:
         """Train on a Graph or a torch_geometric Data; returns self."""
         graph = as_graph(graph)
         sink = MemorySink(Progress(quiet=not self.progress))
-        trainer = stages.train(self.cfg, Comm(), sink, graph)
-        sink.progress.close()
+        try:
+            trainer = stages.train(self.cfg, Comm(), sink, graph)
+        finally:
+            sink.progress.close()
         self.model_: CimageModel = trainer.model.eval()
         self.history_ = sink.records
-        self.ci_scores_ = trainer.scores
+        self.ci_scores_: CIScores | None = trainer.scores
         self.step_ = trainer.step
         if self.cfg.train.select == "val" and sink.best is not None:
             self.step_, tensors, _ = sink.best
@@ -69,7 +67,12 @@ class Pretrainer:
         self._check_fitted()
         run = RunDir(path)
         artifacts.write_text(run.config, to_yaml(self.cfg))
-        checkpoint.save(run.root / "model", self.step_, checkpoint.pack_model(self.model_), {})
+        tensors, meta = checkpoint.pack_model(self.model_), {}
+        if self.ci_scores_ is not None:
+            kept = dataclasses.asdict(self.ci_scores_)
+            tensors |= {f"scores.{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
+            meta["scores"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
+        checkpoint.save(run.root / "model", self.step_, tensors, meta)
         return run.root
 
     @classmethod
@@ -81,7 +84,10 @@ class Pretrainer:
         if saved is None:
             raise UserError(f"No saved model in {run.root}. Use Pretrainer.save first; runs of `cimage pretrain` are read by `cimage embed`.")
         self.model_ = model_from_weights(self.cfg, checkpoint.model_weights(saved.tensors))
-        self.step_, self.history_ = saved.step, []
+        self.step_, self.history_, self.ci_scores_ = saved.step, [], None
+        if "scores" in saved.meta:
+            kept: dict[str, Any] = {name.removeprefix("scores."): value for name, value in saved.tensors.items() if name.startswith("scores.")}
+            self.ci_scores_ = CIScores(**kept, **saved.meta["scores"])
         return self
 
     def _check_fitted(self) -> None:

@@ -6,13 +6,15 @@ Heavy imports happen inside the verbs, so that `cimage --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cimage_dist import __version__
 from cimage_dist.errors import Interrupted, UserError
@@ -45,8 +47,19 @@ VERBS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+# What the owner of a disk can mend: full, over quota, forbidden, read-only.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong flag or verb is told like every other mistake: one message, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. `{self.prog} --help` tells what can be given.")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
         prog="cimage",
         description="Node embeddings from large unlabelled graphs: a masked graph auto-encoder with conditional-independence masks.",
         epilog=EPILOG,
@@ -77,16 +90,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-")]
     if unknown or (rest and not hasattr(args, "settings")):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+        raise UserError(f"unrecognized arguments: {' '.join(unknown or rest)}. `cimage {args.verb} --help` tells what can be given.")
     if rest:
         args.settings += rest
     return args
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(yaml paths, overrides): whatever contains '=' is an override."""
-    overrides = [text for text in settings if "=" in text]
-    return [text for text in settings if "=" not in text], overrides
+    """(yaml paths, overrides): whatever contains '=' is an override, unless a folder's name holds it."""
+    overrides = [text for text in settings if "=" in text and "/" not in text.partition("=")[0]]
+    return [text for text in settings if text not in overrides], overrides
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -97,10 +110,11 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def command_of(args: argparse.Namespace, verb: str) -> str:
-    """The shell command for another verb with the same settings."""
+    """The shell command for a verb with the same settings."""
     import shlex
 
-    return " ".join(["cimage", verb, *map(shlex.quote, args.settings)])
+    where = ["--on", "ray"] if verb == "pretrain" and args.on == "ray" else []
+    return " ".join(["cimage", verb, *map(shlex.quote, args.settings), *where])
 
 
 def progress_of(args: argparse.Namespace) -> Progress:
@@ -179,8 +193,7 @@ def do_report(args: argparse.Namespace) -> Any:
     from cimage_dist.config import run_dir
     from cimage_dist.eval.report import write_report
 
-    cfg = config_of(args)
-    path = write_report(RunDir(run_dir(cfg)), cfg)
+    path = write_report(RunDir(run_dir(config_of(args))))
     if not args.json:
         print(path.read_text())
         print(f"written to {path}")
@@ -191,7 +204,7 @@ def do_show(args: argparse.Namespace) -> Any:
     from cimage_dist.overview import show_config, show_keys
 
     if args.keys:
-        return show_keys(not args.json)
+        return {"keys": show_keys(not args.json)}
     return show_config(config_of(args), not args.json)
 
 
@@ -202,30 +215,44 @@ def do_doctor(args: argparse.Namespace) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+    try:
+        args = parse(argv)
+    except UserError as error:
+        print(f"cimage: {error}", file=sys.stderr)
+        return 2
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     try:
         result = globals()[f"do_{args.verb}"](args)
+        if args.json:
+            print(json.dumps(result, indent=2))
+        sys.stdout.flush()
     except UserError as error:
         print(f"cimage {args.verb}: {error}", file=sys.stderr)
         return 2
     except Interrupted as stop:
-        print(f"\nstopped after step {stop.step}; everything is saved. Resume with: {command_of(args, args.verb)}", file=sys.stderr)
+        when = f"after step {stop.step}; everything is saved" if stop.step else "before the first step"
+        print(f"\nstopped {when}. Resume with: {command_of(args, args.verb)}", file=sys.stderr)
         return 128 + stop.signum
     except KeyboardInterrupt:
-        print("\nstopped.", file=sys.stderr)
+        again = f" Go on from the last checkpoint with: {command_of(args, args.verb)}" if args.verb == "pretrain" else ""
+        print(f"\nstopped.{again}", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # The reader (head, a pager) has left; what is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except SystemExit:  # the table printer ends so in the same case
+        return 0
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            print(f"cimage {args.verb}: {error.strerror}: {error.filename}. Make room or get access there, or choose another run.dir.", file=sys.stderr)
+            return 2
         traceback.print_exc()
         print(
             f"cimage {args.verb}: internal error (above). This is a fault of cimage-dist; please report it with the command and `cimage doctor --json`.",
             file=sys.stderr,
         )
         return 1
-    if args.json:
-        print(json.dumps(result, indent=2))
     return 0
 
 

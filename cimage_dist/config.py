@@ -334,8 +334,13 @@ def need(ok: bool, key: str, rule: str, got: Any) -> None:
         raise UserError(f"{key} {rule}; got {got!r}.")
 
 
-# Keys that say where things are, not what is computed: they leave the fingerprint alone.
-_WHERE = {"data": ("path", "root", "store_dir", "verify"), "sampler": ("loader_processes", "prefetch")}
+# Keys that do not change what is trained (where things are, what is scored afterwards): they leave the fingerprint alone.
+_NOT_TRAINED = {
+    "data": ("path", "root", "store_dir", "verify"),
+    "sampler": ("loader_processes", "prefetch"),
+    "cluster": ("labels_path",),
+    "eval": ("few_labels", "few_label_splits", "kmeans_restarts", "controls"),
+}
 _NOT_SCIENCE = ("run", "resources")
 
 
@@ -344,9 +349,13 @@ def fingerprint(cfg: Config) -> str:
     tree = dataclasses.asdict(cfg)
     for name in _NOT_SCIENCE:
         del tree[name]
-    for name, keys in _WHERE.items():
+    for name, keys in _NOT_TRAINED.items():
         for key in keys:
             del tree[name][key]
+    labels = cfg.cluster.labels_path
+    if labels is not None:
+        # The file's content counts, not where it lies.
+        tree["cluster"]["labels"] = hashlib.blake2b(Path(labels).read_bytes()).hexdigest() if Path(labels).is_file() else labels
     return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
@@ -378,6 +387,8 @@ def _check_keys(layer: Any, where: str, cls: type = Config, prefix: str = "") ->
         factory = names[key].default_factory
         nested = isinstance(factory, type) and dataclasses.is_dataclass(factory)
         value = layer._get_node(key)
+        if str(value) == "???":
+            raise UserError(f"{dotted} in {where} is '???', which stands for a missing value. Give it one.")
         if nested and isinstance(factory, type):
             if not hasattr(value, "items"):
                 raise UserError(f"{dotted} in {where} is a section, not a value; write {dotted}.<key>=... or a nested mapping.")
@@ -422,7 +433,9 @@ def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
         except OmegaConfBaseException as error:
             key = getattr(error, "full_key", None) or "a value"
             message = str(getattr(error, "msg", None) or error).split("\n")[0]
-            raise UserError(f"{key} in {where}: {message}.") from None
+            raise UserError(f"{key} in {where}: {message.rstrip('.')}.") from None
+        except (TypeError, ValueError) as error:  # e.g. an index into a list: lists are replaced whole
+            raise UserError(f"{where} does not fit the config: {error}. Lists are given whole, e.g. sampler.fanouts=[10,5].") from None
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

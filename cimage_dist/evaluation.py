@@ -20,7 +20,6 @@ from cimage_dist.eval.score import score_embedding
 from cimage_dist.eval.validation import decoder_score
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
-from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.types import LinkSplit, Topology
@@ -29,9 +28,18 @@ NO_HOLDOUT = "trained on all edges, so no edge is left that training has not see
 FOREIGN = "an embedding from a file may have seen the held-out edges and brings no decoder"
 
 
-def evaluate(z: Tensor | np.ndarray, graph: Graph, cfg: Config | None = None, tasks: Sequence[str] = ("node", "cluster")) -> dict[str, Any]:
-    """Score any embedding matrix (row i is node i) on the graph's labels and structure; numbers in percent."""
-    cfg = cfg or Config()
+def as_graph(graph: Any) -> Graph:
+    """A Graph as it is; a torch_geometric Data is converted."""
+    if isinstance(graph, Graph):
+        return graph
+    if not hasattr(graph, "edge_index"):
+        raise UserError(f"Expected a graph from open_graph or a torch_geometric Data; got {type(graph).__name__}. Try open_graph(name or folder).")
+    return Graph.from_data(graph)
+
+
+def evaluate(z: Tensor | np.ndarray, graph: Any, cfg: Config | None = None, tasks: Sequence[str] = ("node", "cluster")) -> dict[str, Any]:
+    """Score any embedding matrix (row i is node i) on the labels and structure of a Graph or Data; numbers in percent."""
+    cfg, graph = cfg or Config(), as_graph(graph)
     known = ("node", "link", "cluster")
     if unknown := sorted(set(tasks) - set(known)):
         raise UserError(f"Unknown evaluation task {unknown[0]!r}; choose from {', '.join(known)}.")
@@ -42,9 +50,12 @@ def evaluate(z: Tensor | np.ndarray, graph: Graph, cfg: Config | None = None, ta
 
 
 def check_embedding(z: Tensor | np.ndarray, graph: Graph, where: str = "the embedding") -> Tensor:
-    z = torch.as_tensor(np.asarray(z) if not isinstance(z, Tensor) else z)
-    if z.dim() != 2 or not z.is_floating_point():
-        raise UserError(f"{where} must be a matrix of floats [nodes, width]; got shape {list(z.shape)} of {z.dtype}.")
+    if not isinstance(z, Tensor):
+        z = np.asarray(z)
+        if z.dtype.kind == "f":
+            z = torch.as_tensor(z)
+    if not isinstance(z, Tensor) or z.dim() != 2 or not z.is_floating_point():
+        raise UserError(f"{where} must be a matrix of floats [nodes, width]; got shape {list(z.shape)} of {z.dtype}. Row i must be node i.")
     if z.shape[0] != graph.num_nodes:
         raise UserError(f"{where} has {z.shape[0]:,} rows, but graph {graph.name!r} has {graph.num_nodes:,} nodes. Row i must be node i.")
     finite = z.isfinite().all(dim=1)
@@ -57,16 +68,18 @@ def check_embedding(z: Tensor | np.ndarray, graph: Graph, where: str = "the embe
 def load_embedding_file(path: Path, graph: Graph) -> Tensor:
     """A .npy matrix from anywhere."""
     try:
-        return check_embedding(np.load(path, allow_pickle=False), graph, str(path))
+        with path.open("rb") as file:
+            return check_embedding(np.lib.format.read_array(file, allow_pickle=False), graph, f"Embedding file {path}")
     except FileNotFoundError:
-        raise UserError(f"Embedding file not found: {path}.") from None
+        raise UserError(f"Embedding file not found: {path}. Give a matrix saved with numpy.save.") from None
     except (ValueError, OSError, EOFError) as error:
         raise UserError(f"Embedding file {path} cannot be read as a .npy matrix: {error}. Save it with numpy.save (no object arrays).") from None
 
 
 def _score(z: Tensor, graph: Graph, topology: Topology, cfg: Config, tasks: Sequence[str]) -> dict[str, Any]:
-    split = node_split(graph, cfg.data, cfg.run.seed) if graph.labels() is not None else None
-    return score_embedding(z, graph.labels(), split, topology, cfg.eval, cfg.run.seed, tasks=[t for t in tasks if t != "link"])
+    split, reason = stages.node_split_or_reason(graph, cfg)
+    scores = score_embedding(z, graph.labels(), split, topology, cfg.eval, cfg.run.seed, tasks=[t for t in tasks if t != "link"])
+    return scores | ({"node_reason": reason} if "node_reason" in scores and reason else {})
 
 
 def _score_links(score: Callable[[Tensor], Tensor], links: LinkSplit) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from cimage_dist.nn.model import CimageModel, build_model, norm_kind
 from cimage_dist.train.loop import Trainer, pick_device, worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, Sink
-from cimage_dist.types import LinkSplit
+from cimage_dist.types import LinkSplit, NodeSplit
 
 EMBEDDING_FORMAT = 1
 
@@ -48,6 +50,20 @@ def changed_keys(a: Config, b: Config) -> list[str]:
     return walk(dataclasses.asdict(a), dataclasses.asdict(b), "")
 
 
+def science_changes(a: Config, b: Config) -> list[str]:
+    """Dotted keys by which two configs are different experiments; the fingerprint (and the seed) decides."""
+
+    def is_science(key: str) -> bool:
+        mixed: Any = copy.deepcopy(a)
+        at, source, parts = mixed, b, key.split(".")
+        for part in parts[:-1]:
+            at, source = getattr(at, part), getattr(source, part)
+        setattr(at, parts[-1], getattr(source, parts[-1]))
+        return key == "run.seed" or fingerprint(mixed) != fingerprint(a)
+
+    return [key for key in changed_keys(a, b) if is_science(key)]
+
+
 def prepare_run(cfg: Config, graph: Graph) -> RunDir:
     """Create the run directory, or check that the existing one belongs to this config and graph.
 
@@ -56,14 +72,16 @@ def prepare_run(cfg: Config, graph: Graph) -> RunDir:
     run = RunDir(run_dir(cfg))
     if run.config.is_file():
         old = load_config(run.config)
-        longer = dataclasses.replace(old, train=dataclasses.replace(old.train, epochs=max(old.train.epochs, cfg.train.epochs)))
-        if fingerprint(longer) != fingerprint(cfg) or old.run.seed != cfg.run.seed:
-            keys = [key for key in changed_keys(old, cfg) if not key.startswith("resources.")]
+        is_longer = cfg.train.epochs > old.train.epochs
+        if keys := [key for key in science_changes(old, cfg) if not (key == "train.epochs" and is_longer)]:
             raise UserError(
-                f"{run.root} holds a run with other settings ({', '.join(keys)} differ). Choose another run.dir, or delete that folder to start afresh."
+                f"{run.root} holds a run with other settings (different: {', '.join(keys)}). Choose another run.dir, or delete that folder to start afresh."
             )
         check_graph(run, graph)
-    artifacts.write_text(run.config, to_yaml(cfg))
+    try:
+        artifacts.write_text(run.config, to_yaml(cfg))
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"The run directory {run.root} cannot be made: a file is in its way. Choose another run.dir.") from None
     if not run.environment.is_file():
         facts = {"name": graph.name, "fingerprint": graph.fingerprint, "nodes": graph.num_nodes, "edges": graph.num_edges}
         artifacts.write_json(run.environment, environment.describe() | {"graph": facts, "fingerprint": fingerprint(cfg)})
@@ -78,11 +96,41 @@ def check_graph(run: RunDir, graph: Graph) -> None:
             raise UserError(f"{run.root} was trained on another version of graph {graph.name!r}. Restore that graph, or delete the run and train again.")
 
 
+def discard_run(run: RunDir, cfg: Config) -> None:
+    """Forget a run that failed before its first checkpoint, so that mended settings may use the directory. Its metrics stay to be read.
+
+    A directory in which another process is training is left alone.
+    """
+    with suppress(UserError), LocalSink(run, cfg.run, catch_signals=False):
+        if checkpoint.steps(run.checkpoints):
+            return
+        for path in (run.config, run.environment):
+            path.unlink(missing_ok=True)
+        for folder in (run.splits, run.root / "pseudo-labels"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def node_split_or_reason(graph: Graph, cfg: Config) -> tuple[NodeSplit | None, str]:
+    """The node split, or None and why there is none: labels are optional, and too few of them only cost the node scores.
+
+    A split that was asked for by name or came with the data and cannot be had is an error.
+    """
+    y = graph.labels()
+    if y is None or not bool((y >= 0).any()):
+        return None, "the graph has no labels"
+    try:
+        return node_split(graph, cfg.data, cfg.run.seed), ""
+    except UserError as error:
+        if cfg.data.split != "auto" or graph.masks:
+            raise
+        return None, str(error)
+
+
 def save_splits(run: RunDir, cfg: Config, graph: Graph, links: LinkSplit | None) -> None:
     """Record the node and edge splits as npy files; they follow from the config, the graph and the seed."""
     parts: dict[str, np.ndarray] = {}
-    if graph.labels() is not None:
-        split = node_split(graph, cfg.data, cfg.run.seed)
+    split, _ = node_split_or_reason(graph, cfg)
+    if split is not None:
         parts |= {"node_train": split.train.numpy(), "node_val": split.val.numpy(), "node_test": split.test.numpy()}
     if links is not None:
         parts |= {f"link_{name}": getattr(links, name).numpy() for name in ("val_pos", "val_neg", "test_pos", "test_neg")}
@@ -105,12 +153,18 @@ class Outcome:
 @contextmanager
 def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
     """Prepare the run directory, let the caller train into it, then write summary.json from the newest checkpoint."""
+    is_new = not RunDir(run_dir(cfg)).config.is_file()
     run = prepare_run(cfg, graph)
-    topology, links = training_graph(graph, cfg.data, cfg.run.seed)
-    save_splits(run, cfg, graph, links)
-    outcome = Outcome(run)
-    began = time.perf_counter()
-    yield outcome
+    try:
+        topology, links = training_graph(graph, cfg.data, cfg.run.seed)
+        save_splits(run, cfg, graph, links)
+        outcome = Outcome(run)
+        began = time.perf_counter()
+        yield outcome
+    except UserError:
+        if is_new:
+            discard_run(run, cfg)
+        raise
     saved = checkpoint.load_selected(run.checkpoints, "last")
     outcome.summary = {
         "run_dir": str(run.root),
@@ -122,7 +176,8 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
         "edges_held_out": (graph.num_edges - topology.num_edges) // 2,
         "best": saved.meta["best"],
     }
-    artifacts.write_json(run.summary, outcome.summary)
+    if outcome.summary["steps_now"] or not run.summary.is_file():
+        artifacts.write_json(run.summary, outcome.summary)
 
 
 def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
@@ -134,19 +189,27 @@ def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
 def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
     """Train in this process and write the run directory; a finished run is left alone. Returns the summary."""
     graph = graph or open_graph(cfg.data)
-    with summarised(cfg, graph) as outcome:
+    with summarised(cfg, graph) as outcome, LocalSink(outcome.run, cfg.run, progress=progress) as sink:
         if outcome.first_step:
             progress.note(f"resuming {outcome.run.root} from step {outcome.first_step}")
-        with LocalSink(outcome.run, cfg.run, progress=progress) as sink:
-            train(cfg, Comm(), sink, graph)
+        train(cfg, Comm(), sink, graph)
     return outcome.summary
 
 
 def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Checkpoint]:
-    """The trained model of a run, with the checkpoint it came from."""
+    """The trained model of a run, with the checkpoint it came from.
+
+    The settings must be those of the training, else scores would be wrong in silence: with data.holdout_edges=link added afterwards,
+    link prediction would be scored on edges that were trained on. Only how to score (eval.*) and what to select may change.
+    """
     run = RunDir(run_dir(cfg))
     if not run.config.is_file():
         raise UserError(f"No run in {run.root}. Run `cimage pretrain` with the same config first.")
+    keys = [key for key in science_changes(load_config(run.config), cfg) if not key.startswith("eval.") and key not in ("train.epochs", "train.select")]
+    if keys:
+        raise UserError(
+            f"{run.root} was trained with other settings (different: {', '.join(keys)}). Give those of the training ({run.config}), or another run.dir."
+        )
     check_graph(run, graph)
     saved = checkpoint.load_selected(run.checkpoints, cfg.train.select)
     model = untrained_model(cfg, graph)

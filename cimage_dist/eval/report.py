@@ -8,7 +8,7 @@ from typing import Any
 
 from cimage_dist import artifacts
 from cimage_dist.artifacts import RunDir
-from cimage_dist.config import Config, known_keys
+from cimage_dist.config import Config, known_keys, load_config
 from cimage_dist.errors import UserError
 
 OURS = "CIMAGE"
@@ -25,7 +25,7 @@ def score_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for n in result.get("few_labels") or {}:
         cells = [(scores.get("few_labels") or {}).get(n) for scores in methods.values()]
-        rows.append([f"{n} labels per class", *[f"{c['mean']:.1f} ± {c['std']:.1f}" if c else "-" for c in cells]])
+        rows.append([f"{n} labels per class", *[f"{c['mean']:.1f} ± {c['std']:.1f}" if c and c["mean"] is not None else "-" for c in cells]])
     for group, keys in SCORES.items():
         for key, label in keys.items():
             values = [(scores.get(group) or {}).get(key) for scores in methods.values()]
@@ -44,9 +44,10 @@ def footnotes(result: dict[str, Any]) -> list[str]:
         notes.append("raw: node features; smoothed: features averaged over two hops; untrained: our encoder before training")
     if result.get("node") is None:
         notes.append(f"no node scores: {result.get('node_reason', 'not asked for')}")
-    if result.get("few_labels"):
-        count = len(next(iter(result["few_labels"].values()))["scores"])
+    few = result.get("few_labels") or {}
+    if count := max((len(row["scores"]) for row in few.values()), default=0):
         notes.append(f"few labels: test accuracy, mean ± std over {count} random label draws, without a validation set")
+    notes += [f"no score with {n} labels per class: {row['reason']}" for n, row in few.items() if row.get("reason")]
     return notes
 
 
@@ -77,13 +78,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    try:
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: a line is not valid JSON ({error}). Remove that line; resuming the run cleans the file too.") from None
 
 
-def write_report(run: RunDir, cfg: Config) -> Path:
-    """report.md: scores, how training went, and which settings differ from the defaults."""
+def write_report(run: RunDir) -> Path:
+    """report.md: scores, how training went, and which of the run's settings differ from the defaults."""
     if not run.summary.is_file():
         raise UserError(f"No finished run in {run.root}. Run `cimage pretrain` with the same config first.")
+    cfg = load_config(run.config)
     summary = artifacts.read_json(run.summary, "the run's summary")
     env = artifacts.read_json(run.environment, "the run's environment record")
     lines = [f"# Run {run.root}", ""]
@@ -95,6 +100,9 @@ def write_report(run: RunDir, cfg: Config) -> Path:
     if run.evaluation.is_file():
         result = artifacts.read_json(run.evaluation, "the run's scores")
         lines += [*_markdown_table(*score_table(result)), "", *[f"- {note}" for note in footnotes(result)]]
+        chosen = summary["best"]["step"] if cfg.train.select == "val" and summary["best"] else summary["steps"]
+        if result["step"] != chosen:
+            lines.append(f"- these are scores of step {result['step']}, but step {chosen} is the run's result now: run `cimage evaluate` again")
     else:
         lines.append("Not evaluated yet: `cimage evaluate` with the same config.")
     lines += ["", "## Training", ""]
@@ -103,8 +111,8 @@ def write_report(run: RunDir, cfg: Config) -> Path:
     shown = train[:: max(1, len(train) // 10)] if train else []
     if shown and shown[-1] is not train[-1]:
         shown.append(train[-1])
-    names = [name for name in (shown[0] if shown else {}) if name not in ("kind", "step", "total_steps", "seconds")]
-    lines += _markdown_table(["step", *names], [[str(r["step"]), *[f"{r[name]:.4g}" for name in names]] for r in shown])
+    names = [name for name in (shown[-1] if shown else {}) if name not in ("kind", "step", "total_steps", "seconds")]
+    lines += _markdown_table(["step", *names], [[str(r["step"]), *[f"{r[name]:.4g}" if name in r else "-" for name in names]] for r in shown])
     scores = [r for r in records if r["kind"] == "val"]
     if scores:
         best = max(scores, key=lambda r: r["score"])

@@ -59,7 +59,10 @@ def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSpl
     def validate_nodes(model: CimageModel) -> dict[str, float]:
         z = embed_graph(model.encoder, x, topology)
         result = linear_probe(z, labels, split, cfg.eval, cfg.run.seed, graph.num_classes, read_test=False)
-        assert result.val is not None
+        if result.val is None:
+            raise UserError(
+                f"The node split of graph {graph.name!r} has no labelled validation nodes. Set train.validate_every=0 and train.select=last, or another data.split."
+            )
         return {"score": result.val, "node_acc": result.val}
 
     return validate_nodes

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cimage_dist.config import ModelConfig
+from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.norm import make_norm
-from cimage_dist.nn.routing import route
+from cimage_dist.nn.routing import normalize_factors, route
 from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.types import EdgeList, FeatureMoments
 
@@ -40,8 +41,20 @@ class Encoder(nn.Module):
         cfg = self.cfg
         return route(x_NKC, edges, cfg.routing_iterations, cfg.routing_temperature, cfg.routing_init, cfg.routing_final_norm, cfg.routing_grad, targets)
 
-    def forward(self, x_NF: Tensor, edges: EdgeList) -> Encoding:
+    def forward(self, x_NF: Tensor, edges: EdgeList, hops: Hops | None = None) -> Encoding:
+        """(h, z) of all nodes. With `hops` each layer stops at the nodes from which its output still reaches a seed (§20), so h and z
+        have fewer rows than x: the seeds come first and are all there, equal to what the whole subgraph gives.
+        """
         h_NKC = self.project(x_NF)
-        for _ in range(self.cfg.num_layers):
-            h_NKC = self.route_layer(h_NKC, edges)
-        return Encoding(h_NKC, gcn_smooth(h_NKC, edges) if self.cfg.tail else h_NKC)
+        if hops is None:
+            for _ in range(self.cfg.num_layers):
+                h_NKC = self.route_layer(h_NKC, edges)
+            return Encoding(h_NKC, gcn_smooth(h_NKC, edges) if self.cfg.tail else h_NKC)
+        reach = self.cfg.num_layers + self.cfg.tail
+        for layer in range(1, self.cfg.num_layers + 1):
+            h_NKC = self.route_layer(normalize_factors(h_NKC), *hops.within(edges, reach - layer))
+        if not self.cfg.tail:
+            return Encoding(h_NKC, h_NKC)
+        near, seeds = hops.within(edges, 0)
+        degree = None if edges.degree is None else edges.degree[: h_NKC.shape[0]] + 1
+        return Encoding(h_NKC, gcn_smooth(h_NKC, near, degree, seeds))

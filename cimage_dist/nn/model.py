@@ -11,11 +11,12 @@ from cimage_dist import keyed
 from cimage_dist.config import Config
 from cimage_dist.nn.decoders import FactorDecoder, StructureDecoder
 from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.messages import Hops
 from cimage_dist.types import EdgeList, FeatureMoments
 
 
 class ModelOutput(NamedTuple):
-    """h, z [N, K, C] as in Encoding; logits [p] of the pairs; predicted [n, K, C] factors of the nodes asked for, or None."""
+    """h, z [N, K, C] (with `hops`: of the seeds and perhaps more) as in Encoding; logits [p] of the pairs; predicted [n, K, C] factors of the nodes asked for, or None."""
 
     h: Tensor
     z: Tensor
@@ -39,9 +40,11 @@ class CimageModel(nn.Module):
         self.structure = StructureDecoder(cfg.model)
         self.factors = FactorDecoder(cfg.model) if cfg.loss.factor_weight > 0 else None
 
-    def forward(self, x: Tensor, edges: EdgeList, pairs: Tensor, nodes: Tensor | None = None, visible_K: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self, x: Tensor, edges: EdgeList, pairs: Tensor, nodes: Tensor | None = None, visible_K: Tensor | None = None, hops: Hops | None = None
+    ) -> ModelOutput:
         """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in `visible_K`."""
-        h, z = self.encoder(x, edges)
+        h, z = self.encoder(x, edges, hops)
         predicted = None
         if self.factors is not None and nodes is not None and visible_K is not None:
             predicted = self.factors(z.index_select(0, nodes), visible_K)

@@ -44,7 +44,8 @@ class MomentsNorm(nn.Module):
         variance = (w @ cov.t()).square().sum(1) if self.is_factor else ((w @ cov) * w).sum(1)
         if self.training and self.dropout > 0:
             variance = variance + self.dropout / (1 - self.dropout) * (w.square() @ self.sqmean.to(dtype))
-        return (y - mean) * (variance.clamp_min(0) + self.eps).rsqrt() * self.weight + self.bias
+        scale = (variance.clamp_min(0) + self.eps).rsqrt() * self.weight  # first, so that one pass over the rows is enough
+        return (y - mean) * scale + self.bias
 
 
 def make_norm(kind: str, linear: nn.Linear, dropout: float, moments: FeatureMoments | None) -> nn.Module:

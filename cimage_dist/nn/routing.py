@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cimage_dist.nn.messages import weighted_sum
 from cimage_dist.nn.routing_cpu import can_iterate, iterate_assignments
 from cimage_dist.types import EdgeList
 
@@ -56,23 +57,27 @@ def route(
     """
     l_NKC = normalize_factors(x_NKC) if targets is None else x_NKC
     l_TKC = l_NKC if targets is None else l_NKC[targets]
-    l_EKC = l_NKC.index_select(0, edges.src)
-    dst, weight = edges.dst, edges.weight
     if grad == "last":
         with torch.no_grad():
-            p_EK = _assign_without_gradient(l_TKC.detach(), l_NKC.detach(), l_EKC.detach(), edges, iterations, temperature, init)
+            p_EK = _assign_without_gradient(l_TKC.detach(), l_NKC.detach(), edges, iterations, temperature, init)
+            if edges.weight is not None:
+                p_EK = p_EK * edges.weight.unsqueeze(-1).to(p_EK.dtype)
+        q_TKC = weighted_sum(l_TKC, l_NKC, p_EK, edges.src, edges.dst)
     else:
-        p_EK = _first_assignments(l_TKC, l_EKC, dst, temperature, init)
+        l_EKC = l_NKC.index_select(0, edges.src)
+        p_EK = _first_assignments(l_TKC, l_EKC, edges.dst, temperature, init)
         for _ in range(iterations - 1):
             p_EK = _next_assignments(l_TKC, l_EKC, p_EK, edges, temperature)
-    q_TKC = aggregate(l_TKC, l_EKC, p_EK, dst, weight)
+        q_TKC = aggregate(l_TKC, l_EKC, p_EK, edges.dst, edges.weight)
     return normalize_factors(q_TKC) if final_norm else q_TKC
 
 
 def _first_assignments(l_TKC: Tensor, l_EKC: Tensor, dst: Tensor, temperature: float, init: str) -> Tensor:
-    if init == "self":
-        return assignments(l_EKC, l_TKC, dst, temperature)
-    return l_EKC.new_full((dst.numel(), l_EKC.shape[1]), 1.0 / l_EKC.shape[1])
+    return assignments(l_EKC, l_TKC, dst, temperature) if init == "self" else _uniform(l_TKC, dst)
+
+
+def _uniform(l_TKC: Tensor, dst: Tensor) -> Tensor:
+    return l_TKC.new_full((dst.numel(), l_TKC.shape[1]), 1.0 / l_TKC.shape[1])
 
 
 def _next_assignments(l_TKC: Tensor, l_EKC: Tensor, p_EK: Tensor, edges: EdgeList, temperature: float) -> Tensor:
@@ -80,8 +85,13 @@ def _next_assignments(l_TKC: Tensor, l_EKC: Tensor, p_EK: Tensor, edges: EdgeLis
     return assignments(l_EKC, q_TKC, edges.dst, temperature)
 
 
-def _assign_without_gradient(l_TKC: Tensor, l_NKC: Tensor, l_EKC: Tensor, edges: EdgeList, iterations: int, temperature: float, init: str) -> Tensor:
+def _assign_without_gradient(l_TKC: Tensor, l_NKC: Tensor, edges: EdgeList, iterations: int, temperature: float, init: str) -> Tensor:
     """The assignments before the last aggregation, by the compiled loop where it applies, else by tensor operations."""
+    if init == "uniform" and iterations == 1:
+        return _uniform(l_TKC, edges.dst)
+    if init == "uniform" and can_iterate(l_NKC, edges.dst):
+        return iterate_assignments(l_TKC, l_NKC, edges.src, edges.dst, edges.weight, _uniform(l_TKC, edges.dst), iterations - 1, temperature)
+    l_EKC = l_NKC.index_select(0, edges.src)
     p_EK = _first_assignments(l_TKC, l_EKC, edges.dst, temperature, init)
     if iterations > 1 and can_iterate(l_NKC, edges.dst):
         return iterate_assignments(l_TKC, l_NKC, edges.src, edges.dst, edges.weight, p_EK, iterations - 1, temperature)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from cimage_dist.nn.messages_cpu import is_ascending, use_threads
 
 _EPS = 1e-12
 
@@ -57,7 +59,7 @@ def _iterate(l_TKC: Any, l_NKC: Any, indptr: Any, src: Any, weight: Any, rounds:
 
 def can_iterate(l_NKC: Tensor, dst: Tensor) -> bool:
     """On the CPU, in single or double precision, with messages sorted by target."""
-    return l_NKC.device.type == "cpu" and l_NKC.dtype in (torch.float32, torch.float64) and not bool((dst[1:] < dst[:-1]).any())
+    return l_NKC.device.type == "cpu" and l_NKC.dtype in (torch.float32, torch.float64) and is_ascending(dst)
 
 
 def iterate_assignments(l_TKC: Tensor, l_NKC: Tensor, src: Tensor, dst: Tensor, weight: Tensor | None, p_EK: Tensor, rounds: int, temperature: float) -> Tensor:
@@ -65,7 +67,7 @@ def iterate_assignments(l_TKC: Tensor, l_NKC: Tensor, src: Tensor, dst: Tensor, 
 
     Targets are independent, so the result does not depend on the number of threads.
     """
-    numba.set_num_threads(max(1, min(torch.get_num_threads(), cast(Any, numba.config).NUMBA_NUM_THREADS)))
+    use_threads()
     indptr = torch.searchsorted(dst, torch.arange(l_TKC.shape[0] + 1))
     factor = np.empty(0, dtype=np.float32) if weight is None else weight.numpy()
     _iterate(l_TKC.contiguous().numpy(), l_NKC.contiguous().numpy(), indptr.numpy(), src.numpy(), factor, rounds, 1.0 / temperature, p_EK.numpy())

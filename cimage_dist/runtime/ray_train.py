@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import ray
 import ray.train
+import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch import Tensor
@@ -79,12 +81,27 @@ def _train_worker(job: dict[str, Any]) -> str | None:
     """
     cfg = load_config(job["config"])
     comm = Comm.from_environment()
-    try:
-        with RaySink(RunDir(run_dir(cfg)), cfg, comm) as sink:
-            stages.train(cfg, comm, sink, open_graph(cfg.data))
-    except UserError as error:
-        return str(error)
-    return None
+    complaint: str | None = None
+    sink = RaySink(RunDir(run_dir(cfg)), cfg, comm)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(sink)
+            graph = open_graph(cfg.data)
+        except UserError as error:
+            complaint = str(error)
+        complaint = _first_complaint(complaint, comm)
+        if complaint is None:
+            try:
+                stages.train(cfg, comm, sink, graph)
+            except UserError as error:
+                complaint = str(error)
+    return complaint
+
+
+def _first_complaint(own: str | None, comm: Comm) -> str | None:
+    """Collective: what the lowest rank complains of. A folder or a lock can fail on one rank only, and the others would wait for it."""
+    has_one = comm.gather_rows(torch.tensor([int(own is not None)]))
+    return comm.broadcast_object(own, source=int(has_one.nonzero()[0])) if bool(has_one.any()) else None
 
 
 class Follower(threading.Thread):
@@ -147,7 +164,8 @@ def _fit(cfg: Config, run: RunDir) -> None:
         scaling_config=ScalingConfig(
             num_workers=res.num_workers, use_gpu=use_gpu, resources_per_worker={"CPU": res.cpus_per_worker} | ({"GPU": 1} if use_gpu else {})
         ),
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=res.timeout_s),
+        # On GPUs too: labels, counts and decisions travel as CPU tensors.
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=res.timeout_s),
         run_config=RunConfig(name="ray", storage_path=str(run.root), failure_config=FailureConfig(max_failures=res.max_failures)),
     )
     complaint = cast(Any, trainer.fit()).return_value

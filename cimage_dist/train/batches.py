@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.graph.loader import BatchLoader, BatchSource
 from cimage_dist.graph.masking import MaskedGraph, PathMasker
+from cimage_dist.nn.messages import Hops
 from cimage_dist.types import EdgeList, SampledBatch, Topology
 
 
@@ -24,7 +26,8 @@ class StepBatch:
 
     x [n, F] and `edges`: what the encoder sees. `pairs` int64 [p+q, 2]: p positives, then q non-edges, with `weight` [p+q] 0 for
     padding (None: all 1). `nodes` int64: whose factors are reconstructed, with `node_weight`. `modularity`: edges of the full-graph
-    form of the clustering loss, or None for the form that uses the positives.
+    form of the clustering loss, or None for the form that uses the positives. `hops`: the order of a sampled subgraph, whose seeds are
+    all nodes that the losses look at.
     """
 
     x: Tensor
@@ -38,6 +41,7 @@ class StepBatch:
     global_pos: float
     global_neg: float
     global_nodes: float
+    hops: Hops | None = None
 
 
 class Batches(Protocol):
@@ -108,10 +112,10 @@ def _share_of_edges(edges: EdgeList, comm: Comm) -> EdgeList:
 class SampledBatches:
     """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges (§3, §20).
 
-    Features stay in the store and only the rows of a batch are read.
+    `features` [N, F] is the store's array as it is: a mapped file stays on disk, in its own type, and only the rows of a batch are read.
     """
 
-    def __init__(self, features: Tensor, topology: Topology, cfg: Config, comm: Comm, device: torch.device) -> None:
+    def __init__(self, features: np.ndarray, topology: Topology, cfg: Config, comm: Comm, device: torch.device) -> None:
         self.features, self.cfg, self.device = features, cfg, device
         sampler = cfg.sampler
         self.source = BatchSource(
@@ -129,7 +133,7 @@ class SampledBatches:
         self.steps_per_epoch = self.source.schedule.steps_per_epoch
 
     def convert(self, batch: SampledBatch) -> StepBatch:
-        x = self.features[batch.node_gid].to(self.device, torch.get_default_dtype())
+        x = torch.from_numpy(self.features[batch.node_gid.numpy()]).to(self.device, torch.get_default_dtype())
         batch = batch.to(self.device)
         return StepBatch(
             x=x,
@@ -143,6 +147,7 @@ class SampledBatches:
             global_pos=batch.global_pos,
             global_neg=batch.global_neg,
             global_nodes=2 * batch.global_pos,
+            hops=Hops(batch.nodes_per_hop, batch.edges_per_hop),
         )
 
     def iterate(self, start: int, end: int) -> Iterator[StepBatch]:

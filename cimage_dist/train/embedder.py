@@ -13,6 +13,7 @@ from cimage_dist.config import Config
 from cimage_dist.graph.sampler import NeighbourSampler
 from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.nn.inference import encode_graph
+from cimage_dist.nn.messages import Hops
 from cimage_dist.types import EdgeList, Topology
 
 _CHUNK_NODES = 2048
@@ -39,7 +40,7 @@ class FullEmbedder:
 class SampledEmbedder:
     """Sampled neighbourhoods keyed by (seed, step, node), a few thousand nodes at a time: memory does not grow with the graph."""
 
-    def __init__(self, features: Tensor, topology: Topology, cfg: Config, device: torch.device) -> None:
+    def __init__(self, features: np.ndarray, topology: Topology, cfg: Config, device: torch.device) -> None:
         self.features, self.device, self.seed = features, device, cfg.run.seed
         sampler = cfg.sampler
         self.sampler = NeighbourSampler(
@@ -61,7 +62,7 @@ class SampledEmbedder:
         sub = self.sampler.sample_keyed(gids, key)
         weight = torch.from_numpy(sub.weight) if self.sampler.is_weighted else None
         edges = EdgeList(torch.from_numpy(sub.src), torch.from_numpy(sub.dst), len(sub.node_gid), weight, torch.from_numpy(sub.degree)).to(self.device)
-        x = self.features[torch.from_numpy(sub.node_gid)].to(self.device, encoder.linear.weight.dtype)
-        h, z = encoder(x, edges)
+        x = torch.from_numpy(self.features[sub.node_gid]).to(self.device, encoder.linear.weight.dtype)
+        h, z = encoder(x, edges, Hops(sub.nodes_per_hop, sub.edges_per_hop))
         at = torch.from_numpy(sub.seed_bid).to(self.device)
         return Encoding(h[at], z[at])

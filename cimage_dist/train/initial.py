@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -37,14 +38,18 @@ def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
         confidence = found["confidence"] if hasattr(found, "files") and "confidence" in found.files else np.ones(len(labels))
     except FileNotFoundError:
         raise UserError(f"Label file not found: {path}. Set cluster.labels_path to a .npy or .npz file.") from None
-    except (ValueError, OSError, EOFError, KeyError, TypeError) as error:
+    except (ValueError, OSError, EOFError, KeyError, TypeError, BadZipFile) as error:
         raise UserError(f"Label file {path} cannot be read: {error}. Expected integers in a .npy, or a .npz with `labels` (and `confidence`).") from None
     if labels.shape != (num_nodes,) or confidence.shape != (num_nodes,):
         raise UserError(f"Label file {path} has labels of shape {labels.shape} and confidence of shape {confidence.shape}; the graph has {num_nodes:,} nodes.")
     if not np.issubdtype(labels.dtype, np.integer):
         raise UserError(f"Label file {path} holds {labels.dtype}, not integers.")
-    if (labels < -1).any() or labels.max(initial=-1) < 1:
-        raise UserError(f"Label file {path} must number at least two clusters from 0, with -1 for unlabelled nodes; found {labels.min()} to {labels.max()}.")
+    if not (np.issubdtype(confidence.dtype, np.number) or confidence.dtype == np.bool_):
+        raise UserError(f"Label file {path} has a confidence of type {confidence.dtype}, not numbers.")
+    if (labels < -1).any() or not 1 <= labels.max(initial=-1) < num_nodes:
+        raise UserError(
+            f"Label file {path} must number at least two clusters from 0, below the number of nodes, with -1 for unlabelled nodes; found {labels.min()} to {labels.max()}."
+        )
     if not np.isfinite(confidence).all():
         raise UserError(f"Label file {path} has NaN or infinite confidence in {(~np.isfinite(confidence)).sum():,} rows.")
     return torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(confidence.astype(np.float64))

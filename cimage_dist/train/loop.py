@@ -54,7 +54,8 @@ class Trainer:
         self.batches, self.embedder = self._data()
         self.wrapped: nn.Module = self.model
         if comm.world > 1:
-            self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group)
+            # Buffers are shared after each step (below), so that embeddings between two steps agree too; most are constant anyway.
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, broadcast_buffers=False)
         optim = cfg.optim
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
@@ -65,10 +66,10 @@ class Trainer:
         self.best_step = 0
 
     def _data(self) -> tuple[Batches, Embedder]:
-        cfg, features = self.cfg, self.graph.features()
+        cfg, rows = self.cfg, self.graph.x
         if cfg.sampler.fanouts:
-            return SampledBatches(features, self.topology, cfg, self.comm, self.device), SampledEmbedder(features, self.topology, cfg, self.device)
-        x = features.to(self.device, torch.get_default_dtype())
+            return SampledBatches(rows, self.topology, cfg, self.comm, self.device), SampledEmbedder(rows, self.topology, cfg, self.device)
+        x = self.graph.features().to(self.device, torch.get_default_dtype())
         return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology)
 
     @property
@@ -112,8 +113,16 @@ class Trainer:
         """Collective: one optimiser step."""
         self.model.train()
         terms = train_step(self.wrapped, self.optimizer, self.scheduler, batch, self.step, self.cfg, self.scores, self.comm)
+        self._share_running_statistics()
         self.step += 1
         return terms
+
+    def _share_running_statistics(self) -> None:
+        """Collective: rank 0's running moments for all. Each rank drops other inputs, so its own would give other embeddings."""
+        norm = self.model.encoder.norm
+        if self.comm.world > 1 and isinstance(norm, nn.BatchNorm1d):
+            for buffer in norm.buffers():
+                buffer.copy_(self.comm.broadcast(buffer))
 
     def remaining(self) -> Iterator[StepBatch]:
         return self.batches.iterate(self.step, self.total_steps)

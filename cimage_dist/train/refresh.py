@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,11 +64,15 @@ class Refresher:
         return smallest_per_group(keyed.uniform(key, self.gids), self.gids, groups, class_quota(sizes, limit), self.comm)
 
     def __call__(self, encoder: Encoder, step: int, previous: CIScores | None) -> tuple[CIScores, dict[str, Any]]:
-        """Collective: (scores and partition, what to log)."""
+        """Collective: (scores and partition, what to log). Embeddings that are not finite change nothing; three times in a row is an error (§6.7)."""
         cfg, comm = self.cfg, self.comm
         began = time.perf_counter()
         h, z = self.embedder(encoder, self.gids, step)
         h, z = h.cpu(), z.cpu()
+        bad = int(comm.sum((~torch.isfinite(h)).sum() + (~torch.isfinite(z)).sum()))
+        if bad:
+            return self._skip(step, previous, bad)
+        self.failures = 0
         cluster = cfg.cluster
         grown = grow_confident(
             z.flatten(1),
@@ -94,6 +99,18 @@ class Refresher:
             metrics |= {name.removeprefix("ci/"): value for name, value in found.items()}
         return scores, metrics
 
+    def _skip(self, step: int, previous: CIScores | None, bad: int) -> tuple[CIScores, dict[str, Any]]:
+        self.failures += 1
+        if self.failures >= _MAX_FAILURES:
+            raise UserError(
+                f"The factor scores could not be refreshed {_MAX_FAILURES} times in a row: {bad:,} values of the embeddings are NaN or infinite at step {step}. "
+                f"Lower optim.lr_max (now {self.cfg.optim.lr_max:g})."
+            )
+        kept = previous or random_scores(self.cfg.model.num_factors, self.cfg.run.seed)
+        scores = replace(kept, num_solves=0, status="skipped-nonfinite", notes=f"{bad} values of the embeddings are NaN or infinite")
+        context = scores.in_context.nonzero().squeeze(-1).tolist()
+        return scores, {"status": scores.status, "failures": self.failures, "nonfinite": bad, "context": context}
+
     def _score(self, rows: Tensor, labels: Tensor, gids: Tensor, step: int, previous: CIScores | None) -> CIScores:
         cfg, comm = self.cfg, self.comm
         features = score_features(rows, cfg.ci.features)
@@ -102,7 +119,7 @@ class Refresher:
             stats = conditional_statistics(features, labels, gids, **common)
         else:
             stats = block_statistics(features, labels, gids, block_classes=cfg.ci.block_classes, **common)
-        scores = choose_partition(
+        return choose_partition(
             stats,
             cfg.model.num_factors,
             features=cfg.ci.features,
@@ -115,9 +132,3 @@ class Refresher:
             seed=cfg.run.seed,
             comm=comm,
         )
-        self.failures = self.failures + 1 if scores.status == "skipped-nonfinite" else 0
-        if self.failures >= _MAX_FAILURES:
-            raise UserError(
-                f"The factor scores could not be refreshed {_MAX_FAILURES} times in a row: the embeddings hold NaN or infinite values at step {step}. Lower optim.lr_max."
-            )
-        return scores

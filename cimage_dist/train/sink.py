@@ -107,7 +107,7 @@ class LocalSink:
         return self._signal
 
     def restore(self) -> checkpoint.Checkpoint | None:
-        """The newest whole checkpoint; records of steps after it are dropped, because those steps run again."""
+        """The newest whole checkpoint; records made after it are dropped, because those steps run again."""
         found = checkpoint.load_latest(self.run.checkpoints)
         if self.is_main:
             self._drop_records_after(found.step if found else 0)
@@ -119,7 +119,9 @@ class LocalSink:
         kept = []
         for line in self.run.metrics.read_text().splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                record = json.loads(line)
+                # A refresh is logged under the number of steps done before it, after the checkpoint of that number.
+                if record["step"] < step or (record["step"] == step and record["kind"] != "ci"):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue  # a line cut short by a kill
@@ -152,7 +154,10 @@ class LocalSink:
 
     def fetch(self, name: str) -> dict[str, Tensor] | None:
         """What `store` kept; None where there is nothing, or it is damaged and must be made again."""
-        return artifacts.read_tensors(self.run.root / name)
+        try:
+            return artifacts.read_tensors(self.run.root / name)
+        except (UserError, KeyError, TypeError):
+            return None  # its manifest is damaged
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
         if not self.is_main:

@@ -24,7 +24,7 @@ def loss_terms(model: nn.Module, batch: StepBatch, cfg: Config, scores: CIScores
     use_factors = cfg.loss.factor_weight > 0 and scores is not None
     context = scores.in_context.to(batch.x.device) if scores is not None else None
     visible = ~target_factors(context, cfg.loss) if context is not None else None
-    out: ModelOutput = model(batch.x, batch.edges, batch.pairs, batch.nodes if use_factors else None, visible if use_factors else None)
+    out: ModelOutput = model(batch.x, batch.edges, batch.pairs, batch.nodes if use_factors else None, visible if use_factors else None, batch.hops)
     cut = batch.num_pos
     weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
     pos, neg = structure_loss(out.logits[:cut], out.logits[cut:], *weights)
