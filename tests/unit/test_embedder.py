@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import load_config
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.train import embedder as embedder_module
 from cimage_dist.train.embedder import FullEmbedder, SampledEmbedder
 from cimage_dist.train.loop import Trainer
-from tests.conftest import small_sbm_settings
+from tests.settings import small_sbm_config
 
 MODEL = ["model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3", "model.dropout=0.5"]
 
@@ -27,7 +26,7 @@ def double() -> Iterator[None]:
 
 
 def make_trainer(store_dir: Path, graph: object, *overrides: str) -> Trainer:
-    cfg = load_config(overrides=[*small_sbm_settings(store_dir), *MODEL, *overrides])
+    cfg = small_sbm_config(store_dir, *MODEL, *overrides)
     return Trainer(cfg, graph, graph.topology(), Comm())  # type: ignore[arg-type,attr-defined]
 
 

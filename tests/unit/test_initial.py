@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
@@ -22,7 +22,7 @@ from cimage_dist.train import initial, loop
 from cimage_dist.train.initial import initial_labels, labels_by_kmeans, labels_from_file, number_of_clusters
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink
-from tests.conftest import small_sbm_settings
+from tests.settings import changed, small_sbm_config
 
 MODEL = ["model.num_factors=4", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=3", "model.dropout=0.2"]
 BLOCKS = [
@@ -37,7 +37,7 @@ BLOCKS = [
 
 
 def planted(store_dir: Path, *overrides: str) -> tuple[Config, Graph]:
-    cfg = load_config(overrides=[*BLOCKS, f"data.store_dir={store_dir}", *MODEL, *overrides])
+    cfg = changed([*BLOCKS, f"data.store_dir={store_dir}", *MODEL], *overrides)
     return cfg, open_graph(cfg.data)
 
 
@@ -200,7 +200,7 @@ def test_a_label_file_drives_training(store_dir, small_sbm, tmp_path):
     assert truth is not None
     np.save(tmp_path / "labels.npy", truth.numpy())
     overrides = ["loss.factor_weight=0.5", "cluster.init=file", f"cluster.labels_path={tmp_path / 'labels.npy'}", "train.epochs=2"]
-    cfg = load_config(overrides=[*small_sbm_settings(store_dir), *MODEL, *overrides])
+    cfg = small_sbm_config(store_dir, *MODEL, *overrides)
     sink = MemorySink()
     worker(cfg, Comm(), sink, small_sbm)
     assert torch.equal(sink.stored["pseudo-labels"]["labels"], truth)

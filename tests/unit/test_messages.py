@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import load_config
 from cimage_dist.nn import messages
 from cimage_dist.nn.messages import Hops, weighted_sum
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import Trainer
-from tests.conftest import small_sbm_settings
+from tests.settings import small_sbm_config
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_seeds_do_not_notice_that_layers_stop_early(layers, fanouts, tail, grad,
     """Values on the seeds and gradients of the projection, with fewer hops than layers, as many, and more."""
     settings = ["model.num_factors=3", "model.factor_dim=4", "model.dropout=0", f"model.num_layers={layers}", "model.routing_iterations=2"]
     settings += [f"model.tail={tail}", f"model.routing_grad={grad}", f"sampler.fanouts={fanouts}", "sampler.batch_edges=6"]
-    cfg = load_config(overrides=[*small_sbm_settings(store_dir), *settings])
+    cfg = small_sbm_config(store_dir, *settings)
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     batch = next(trainer.remaining())

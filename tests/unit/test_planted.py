@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.tail import gcn_smooth
@@ -32,6 +32,7 @@ from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import Refresher
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.types import CIScores
+from tests.settings import changed
 
 WIDTH = 4
 SETTINGS = [
@@ -56,7 +57,7 @@ SETTINGS = [
 
 def planted_graph(store_dir: Path, seed: int) -> tuple[Config, Graph, torch.Tensor]:
     """The graph, and which of its 16 factors of 4 columns are label-driven, from the store's manifest."""
-    cfg = load_config(overrides=[*SETTINGS, f"data.sbm.seed={seed}", f"run.seed={seed}", f"data.store_dir={store_dir}"])
+    cfg = changed([*SETTINGS, f"data.store_dir={store_dir}"], f"data.sbm.seed={seed}", f"run.seed={seed}")
     graph = open_graph(cfg.data)
     first, last = graph.manifest["notes"]["planted"]["label_columns"]
     is_label_driven = torch.zeros(graph.num_features, dtype=torch.bool)

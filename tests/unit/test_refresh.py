@@ -13,7 +13,7 @@ import torch
 from cimage_dist import checkpoint
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.nn.encoder import Encoder, Encoding
@@ -21,8 +21,8 @@ from cimage_dist.train import loop, refresh
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.refresh import Refresher, random_scores
 from cimage_dist.train.sink import LocalSink, MemorySink
-from tests.conftest import small_sbm_settings
 from tests.procs import run_ranks
+from tests.settings import small_sbm_config
 
 TINY = [
     "model.num_factors=4",
@@ -41,7 +41,7 @@ TINY = [
 
 
 def config(store_dir: Path, *overrides: str) -> Config:
-    return load_config(overrides=[*small_sbm_settings(store_dir), *TINY, *overrides])
+    return small_sbm_config(store_dir, *TINY, *overrides)
 
 
 class FixedEmbedder:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import multiprocessing
 import shutil
 from collections.abc import Iterator
@@ -17,7 +15,6 @@ import torch
 from cimage_dist import checkpoint
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
 from cimage_dist.errors import Interrupted
 from cimage_dist.eval.report import read_metrics
 from cimage_dist.graph.ingest import open_graph
@@ -30,7 +27,7 @@ from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import LocalSink, MemorySink
 from cimage_dist.types import EdgeList, SampledBatch, Topology
-from tests.conftest import small_sbm_settings
+from tests.settings import small_sbm_config
 
 MODEL = ["model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3"]
 WHOLE_OBJECTIVE = [
@@ -54,15 +51,6 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-@functools.cache
-def _config(store_dir: Path, *overrides: str) -> Config:
-    return load_config(overrides=[*small_sbm_settings(store_dir), *overrides])
-
-
-def config(store_dir: Path, *overrides: str) -> Config:
-    return copy.deepcopy(_config(store_dir, *overrides))
 
 
 def without(topology: Topology, pairs: torch.Tensor) -> Topology:
@@ -90,7 +78,7 @@ def seed_output(trainer: Trainer, batch: SampledBatch) -> tuple[torch.Tensor, to
 def test_all_neighbours_of_the_receptive_field_give_the_full_graph_output(layers, grad, store_dir, small_sbm, double):
     """Hops = routing layers + 1 for the tail; the batch's own edges are the only ones that both sides leave out."""
     fanouts = [-1] * (layers + 1)
-    cfg = config(store_dir, *MODEL, f"model.num_layers={layers}", f"model.routing_grad={grad}", f"sampler.fanouts={fanouts}", "sampler.hide_rate=0")
+    cfg = small_sbm_config(store_dir, *MODEL, f"model.num_layers={layers}", f"model.routing_grad={grad}", f"sampler.fanouts={fanouts}", "sampler.hide_rate=0")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     batch = trainer.batches.source[0]
@@ -106,7 +94,7 @@ def test_all_neighbours_of_the_receptive_field_give_the_full_graph_output(layers
 @pytest.mark.parametrize("fanouts", [[-1], [-1, -1], [-1, -1, 3]])
 def test_a_smaller_field_does_not(fanouts, store_dir, small_sbm, double):
     """The guard of the test above: a missing hop, or a capped one, shows. Few seeds, so that their field is not the whole graph."""
-    cfg = config(store_dir, *MODEL, f"sampler.fanouts={fanouts}", "sampler.hide_rate=0", "sampler.batch_edges=2")
+    cfg = small_sbm_config(store_dir, *MODEL, f"sampler.fanouts={fanouts}", "sampler.hide_rate=0", "sampler.batch_edges=2")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     batch = trainer.batches.source[0]
@@ -116,7 +104,7 @@ def test_a_smaller_field_does_not(fanouts, store_dir, small_sbm, double):
 
 
 def test_no_message_follows_a_seed_edge_or_a_hidden_one(store_dir, small_sbm):
-    cfg = config(store_dir, *MODEL, "sampler.fanouts=[-1,-1,-1]", "sampler.batch_edges=64", "sampler.hide_rate=0.3")
+    cfg = small_sbm_config(store_dir, *MODEL, "sampler.fanouts=[-1,-1,-1]", "sampler.batch_edges=64", "sampler.hide_rate=0.3")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     source, n = trainer.batches.source, small_sbm.num_nodes
@@ -132,7 +120,7 @@ def test_no_message_follows_a_seed_edge_or_a_hidden_one(store_dir, small_sbm):
 
 
 def test_moments_normalise_sampled_batches_by_default(store_dir, small_sbm):
-    sampled, full = (config(store_dir, *MODEL, *more) for more in (["sampler.fanouts=[4,4]"], []))
+    sampled, full = (small_sbm_config(store_dir, *MODEL, *more) for more in (["sampler.fanouts=[4,4]"], []))
     assert (norm_kind(sampled), norm_kind(full)) == ("moments", "batch")
     assert isinstance(Trainer(sampled, small_sbm, small_sbm.topology(), Comm()).model.encoder.norm, MomentsNorm)
     assert isinstance(Trainer(full, small_sbm, small_sbm.topology(), Comm()).model.encoder.norm, torch.nn.BatchNorm1d)
@@ -151,7 +139,7 @@ class CountedRows(np.ndarray):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_features_are_read_for_the_rows_of_a_batch_only(dtype, store_dir, monkeypatch):
-    cfg = config(store_dir, *MODEL, "sampler.fanouts=[2,2]", "sampler.batch_edges=4", f"data.feature_dtype={dtype}")
+    cfg = small_sbm_config(store_dir, *MODEL, "sampler.fanouts=[2,2]", "sampler.batch_edges=4", f"data.feature_dtype={dtype}")
     graph = open_graph(cfg.data)
     assert isinstance(graph.x, np.memmap) and graph.x.dtype == dtype
     watched = graph.x.view(CountedRows)
@@ -172,7 +160,7 @@ def test_features_are_read_for_the_rows_of_a_batch_only(dtype, store_dir, monkey
 
 
 def test_what_a_batch_reads_is_what_the_store_holds(store_dir, small_sbm):
-    cfg = config(store_dir, *MODEL, "sampler.fanouts=[2,2]", "sampler.batch_edges=4")
+    cfg = small_sbm_config(store_dir, *MODEL, "sampler.fanouts=[2,2]", "sampler.batch_edges=4")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     gids = trainer.batches.source[0].node_gid
@@ -219,7 +207,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_objective_resumes_to_the_last_bit(kind, store_dir, small_sbm, tmp_path, monkeypatch):
     """Stopped at step 6, two steps into a refresh period of four: the partition must come from the checkpoint."""
-    cfg = config(store_dir, *KINDS[kind])
+    cfg = small_sbm_config(store_dir, *KINDS[kind])
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         whole = worker(cfg, Comm(), sink, small_sbm)
     assert whole.total_steps >= 10
@@ -244,14 +232,14 @@ def test_loader_processes_do_not_change_the_run(store_dir, small_sbm):
     losses = []
     for processes in (0, 2):
         sink = MemorySink()
-        worker(config(store_dir, *SAMPLED, f"sampler.loader_processes={processes}"), Comm(), sink, small_sbm)
+        worker(small_sbm_config(store_dir, *SAMPLED, f"sampler.loader_processes={processes}"), Comm(), sink, small_sbm)
         losses.append([r["loss"] for r in sink.records if r["kind"] == "train"])
     assert losses[0] == losses[1]
 
 
 def test_a_killed_run_repeats_no_record(store_dir, small_sbm, tmp_path, monkeypatch):
     """Killed just after the refresh that follows a checkpoint: its record is in the file, and the refresh runs again."""
-    cfg = config(store_dir, *FULL_GRAPH, "run.checkpoint_every=4")
+    cfg = small_sbm_config(store_dir, *FULL_GRAPH, "run.checkpoint_every=4")
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         worker(cfg, Comm(), sink, small_sbm)
     advance = Trainer.advance
@@ -273,7 +261,7 @@ def test_a_killed_run_repeats_no_record(store_dir, small_sbm, tmp_path, monkeypa
 
 @pytest.fixture(scope="module")
 def whole_run(store_dir, small_sbm, tmp_path_factory) -> Path:
-    cfg = config(store_dir, *FULL_GRAPH)
+    cfg = small_sbm_config(store_dir, *FULL_GRAPH)
     path = tmp_path_factory.mktemp("runs") / "whole"
     with LocalSink(RunDir(path), cfg.run) as sink:
         worker(cfg, Comm(), sink, small_sbm)
@@ -282,7 +270,7 @@ def whole_run(store_dir, small_sbm, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("damage", ["tensors.safetensors", "manifest.json", "absent"])
 def test_damaged_labels_are_computed_again_and_alike(damage, whole_run, store_dir, small_sbm, tmp_path):
-    cfg = config(store_dir, *FULL_GRAPH)
+    cfg = small_sbm_config(store_dir, *FULL_GRAPH)
     with StopAfter(RunDir(tmp_path), cfg.run, steps=6) as sink, pytest.raises(Interrupted):
         worker(cfg, Comm(), sink, small_sbm)
     folder = tmp_path / "pseudo-labels"
@@ -303,7 +291,7 @@ def test_an_interrupted_search_for_labels_starts_again(store_dir, small_sbm, tmp
         def stop_signal(self) -> int:
             return 15
 
-    cfg = config(store_dir, *FULL_GRAPH)
+    cfg = small_sbm_config(store_dir, *FULL_GRAPH)
     with StopAtOnce(RunDir(tmp_path), cfg.run) as sink, pytest.raises(Interrupted) as stop:
         worker(cfg, Comm(), sink, small_sbm)
     assert stop.value.step == 0 and not (tmp_path / "pseudo-labels").exists()
@@ -313,7 +301,7 @@ def test_an_interrupted_search_for_labels_starts_again(store_dir, small_sbm, tmp
 
 def test_edges_out_of_order_are_routed_like_sorted_ones(store_dir, small_sbm):
     """The compiled routing loop wants messages sorted by target; others must take the tensor path and agree."""
-    cfg = config(store_dir, *MODEL, "model.routing_grad=last")
+    cfg = small_sbm_config(store_dir, *MODEL, "model.routing_grad=last")
     encoder = Trainer(cfg, small_sbm, small_sbm.topology(), Comm()).model.encoder.eval()
     edges = small_sbm.topology().edge_list()
     order = torch.randperm(edges.src.numel(), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,42 @@
+"""Many small configs, quickly: a checked base is loaded once, and each test changes a copy of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cimage_dist.config import Config, load_config
+from tests.conftest import small_sbm_settings
+
+
+@functools.cache
+def _loaded(overrides: tuple[str, ...]) -> Config:
+    return load_config(overrides=overrides)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+
+
+def changed(base: Sequence[str], *overrides: str) -> Config:
+    """The config of `base`, with further `key=value` set on a copy without the checks of `load_config`."""
+    cfg = copy.deepcopy(_loaded(tuple(base)))
+    for text in overrides:
+        key, _, value = text.partition("=")
+        *path, name = key.split(".")
+        section = functools.reduce(getattr, path, cfg)
+        assert hasattr(section, name), f"no config key {key}"
+        setattr(section, name, _value(value))
+    return cfg
+
+
+def small_sbm_config(store_dir: Path, *overrides: str) -> Config:
+    """The small graph of the fixtures, with changes."""
+    return changed(small_sbm_settings(store_dir), *overrides)

@@ -1,0 +1,70 @@
+"""What the documents say must be true: commands parse, samples run, tables match the result files."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cimage_dist.cli import parse, split_settings
+from cimage_dist.config import load_config
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for path in DOCUMENTS:
+        for line in path.read_text().splitlines():
+            for part in re.split(r"&&|`|: (?=cimage )|, or (?=cimage )", line.split("  #")[0]):
+                text = part.strip().lstrip("#").strip().removeprefix("$(BIN)/")
+                if re.match(r"cimage [a-z]+( |$)", text) and "<" not in text and "..." not in text:
+                    found.append((str(path.relative_to(ROOT)), text))
+    return found
+
+
+@pytest.mark.parametrize(("where", "command"), commands(), ids=lambda v: str(v)[:60])
+def test_every_command_parses_and_its_config_loads(where, command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    args = parse(shlex.split(command)[1:])
+    if getattr(args, "settings", None):
+        paths, overrides = split_settings(args.settings)
+        load_config(*paths, overrides=overrides)
+
+
+def test_there_are_commands_to_check():
+    assert len(commands()) > 20
+
+
+def test_the_readme_tree_names_what_exists():
+    text = (ROOT / "README.md").read_text().split("## What is where")[1]
+    for name in re.findall(r"^  ?(?:  )?([a-z_]+(?:\.py|/))", text, flags=re.M):
+        assert (ROOT / name).exists() or (ROOT / "cimage_dist" / name).exists(), name
+
+
+def test_the_readme_sample_runs(monkeypatch, tmp_path, capsys):
+    sample = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    sample = sample.replace("configs/demo.yaml", str(ROOT / "configs/demo.yaml")).replace("train.epochs=20", "train.epochs=2\", \"eval.few_labels=[]")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(sample, "README.md", "exec"), {})
+    assert "'node'" in capsys.readouterr().out
+
+
+def seeds_script() -> Any:
+    spec = importlib.util.spec_from_file_location("seeds", ROOT / "benchmarks" / "seeds.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_results_document_matches_the_result_files():
+    script = seeds_script()
+    text = script.DOCUMENT.read_text()
+    shown = text.split(script.BEGIN)[1].split(script.END)[0].strip()
+    assert shown == script.tables().strip(), "run: python benchmarks/seeds.py render"
