@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,12 @@ COLUMNS = {
     "link AUC": ("link", "auc"),
     "AP": ("link", "ap"),
 }
+
+
+def commit() -> str | None:
+    """The commit that made a result, marked when the tree had changes."""
+    found = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return found.stdout.strip() or None
 
 
 def run_seed(settings: list[str], seed: int, target: Path, command: str) -> None:
@@ -61,6 +68,7 @@ def run_seed(settings: list[str], seed: int, target: Path, command: str) -> None
         "seconds": round(seconds, 1),
         "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
     }
+    kept["commit"] = commit()
     kept["environment"] = {name: facts[name] for name in ("python", "platform", "cpu_count", "torch_threads", "packages")}
     write_json(target, kept)
 
@@ -97,7 +105,7 @@ def table(name: str) -> list[str]:
     tests = " / ".join(f"{r['node']['test']:.1f}" for r in results if r.get("node"))
     lines += [
         "",
-        f"Seeds {seeds}; test accuracies {tests}; selected steps {' / '.join(str(r['step']) for r in results)} of {first['steps']}; {first['edges']}; fingerprint `{first['fingerprint']}`; ",
+        f"Seeds {seeds}; test accuracies {tests}; selected steps {' / '.join(str(r['step']) for r in results)} of {first['steps']}; {first['edges']}; fingerprint `{first['fingerprint']}`, commit `{first['commit']}`; ",
     ]
     lines[-1] += f"about {np.mean([r['seconds'] for r in results]):.0f} s a run, peak memory {max(r['peak_rss_gb'] for r in results):.1f} GB."
     return [*lines, ""]

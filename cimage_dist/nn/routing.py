@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.nn.messages import message_dots, weighted_sum
 from cimage_dist.nn.routing_cpu import can_iterate, iterate_assignments
 from cimage_dist.types import EdgeList
 
@@ -23,17 +23,16 @@ def normalize_factors(x_NKC: Tensor) -> Tensor:
     return F.normalize(x_NKC, p=2.0, dim=-1, eps=EPS)
 
 
-def assignments(l_EKC: Tensor, q_TKC: Tensor, dst: Tensor, temperature: float) -> Tensor:
+def assignments(l_NKC: Tensor, q_TKC: Tensor, edges: EdgeList, temperature: float) -> Tensor:
     """p[v,u,:] = softmax over k of <l[u,k], q[v,k]> / τ for every message u -> v; [E, K], rows sum to 1 (§2)."""
-    q_EKC = q_TKC.index_select(0, dst)
-    return torch.softmax((l_EKC * q_EKC).sum(-1) / temperature, dim=-1)
+    return torch.softmax(message_dots(q_TKC, l_NKC, edges.src, edges.dst) / temperature, dim=-1)
 
 
-def aggregate(l_TKC: Tensor, l_EKC: Tensor, p_EK: Tensor, dst: Tensor, weight: Tensor | None = None) -> Tensor:
+def aggregate(l_TKC: Tensor, l_NKC: Tensor, p_EK: Tensor, edges: EdgeList) -> Tensor:
     """q[v,k] = l[v,k] + Σ_u w[v,u]·p[v,u,k]·l[u,k]; [T, K, C] (§2)."""
-    if weight is not None:
-        p_EK = p_EK * weight.unsqueeze(-1).to(p_EK.dtype)
-    return l_TKC.index_add(0, dst, p_EK.unsqueeze(-1) * l_EKC)
+    if edges.weight is not None:
+        p_EK = p_EK * edges.weight.unsqueeze(-1).to(p_EK.dtype)
+    return weighted_sum(l_TKC, l_NKC, p_EK, edges.src, edges.dst)
 
 
 def route(
@@ -59,42 +58,20 @@ def route(
     l_TKC = l_NKC if targets is None else l_NKC[targets]
     if grad == "last":
         with torch.no_grad():
-            p_EK = _assign_without_gradient(l_TKC.detach(), l_NKC.detach(), edges, iterations, temperature, init)
-            if edges.weight is not None:
-                p_EK = p_EK * edges.weight.unsqueeze(-1).to(p_EK.dtype)
-        q_TKC = weighted_sum(l_TKC, l_NKC, p_EK, edges.src, edges.dst)
+            p_EK = _assign(l_TKC.detach(), l_NKC.detach(), edges, iterations, temperature, init, is_compiled=can_iterate(l_NKC, edges.dst))
     else:
-        l_EKC = l_NKC.index_select(0, edges.src)
-        p_EK = _first_assignments(l_TKC, l_EKC, edges.dst, temperature, init)
-        for _ in range(iterations - 1):
-            p_EK = _next_assignments(l_TKC, l_EKC, p_EK, edges, temperature)
-        q_TKC = aggregate(l_TKC, l_EKC, p_EK, edges.dst, edges.weight)
+        p_EK = _assign(l_TKC, l_NKC, edges, iterations, temperature, init, is_compiled=False)
+    q_TKC = aggregate(l_TKC, l_NKC, p_EK, edges)
     return normalize_factors(q_TKC) if final_norm else q_TKC
 
 
-def _first_assignments(l_TKC: Tensor, l_EKC: Tensor, dst: Tensor, temperature: float, init: str) -> Tensor:
-    return assignments(l_EKC, l_TKC, dst, temperature) if init == "self" else _uniform(l_TKC, dst)
-
-
-def _uniform(l_TKC: Tensor, dst: Tensor) -> Tensor:
-    return l_TKC.new_full((dst.numel(), l_TKC.shape[1]), 1.0 / l_TKC.shape[1])
-
-
-def _next_assignments(l_TKC: Tensor, l_EKC: Tensor, p_EK: Tensor, edges: EdgeList, temperature: float) -> Tensor:
-    q_TKC = normalize_factors(aggregate(l_TKC, l_EKC, p_EK, edges.dst, edges.weight))
-    return assignments(l_EKC, q_TKC, edges.dst, temperature)
-
-
-def _assign_without_gradient(l_TKC: Tensor, l_NKC: Tensor, edges: EdgeList, iterations: int, temperature: float, init: str) -> Tensor:
-    """The assignments before the last aggregation, by the compiled loop where it applies, else by tensor operations."""
-    if init == "uniform" and iterations == 1:
-        return _uniform(l_TKC, edges.dst)
-    if init == "uniform" and can_iterate(l_NKC, edges.dst):
-        return iterate_assignments(l_TKC, l_NKC, edges.src, edges.dst, edges.weight, _uniform(l_TKC, edges.dst), iterations - 1, temperature)
-    l_EKC = l_NKC.index_select(0, edges.src)
-    p_EK = _first_assignments(l_TKC, l_EKC, edges.dst, temperature, init)
-    if iterations > 1 and can_iterate(l_NKC, edges.dst):
+def _assign(l_TKC: Tensor, l_NKC: Tensor, edges: EdgeList, iterations: int, temperature: float, init: str, is_compiled: bool) -> Tensor:
+    """The assignments before the last aggregation [E, K]; `is_compiled`: all rounds of a target in one go, which has no gradient."""
+    uniform = l_NKC.new_full((edges.dst.numel(), l_NKC.shape[1]), 1.0 / l_NKC.shape[1])
+    p_EK = uniform if init == "uniform" else assignments(l_NKC, l_TKC, edges, temperature)
+    if is_compiled and iterations > 1:
         return iterate_assignments(l_TKC, l_NKC, edges.src, edges.dst, edges.weight, p_EK, iterations - 1, temperature)
     for _ in range(iterations - 1):
-        p_EK = _next_assignments(l_TKC, l_EKC, p_EK, edges, temperature)
+        q_TKC = normalize_factors(aggregate(l_TKC, l_NKC, p_EK, edges))
+        p_EK = assignments(l_NKC, q_TKC, edges, temperature)
     return p_EK

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist.nn.messages_cpu import is_ascending, use_threads
+from cimage_dist.nn.messages_cpu import can_compile, use_threads
 
 _EPS = 1e-12
 
@@ -59,7 +59,7 @@ def _iterate(l_TKC: Any, l_NKC: Any, indptr: Any, src: Any, weight: Any, rounds:
 
 def can_iterate(l_NKC: Tensor, dst: Tensor) -> bool:
     """On the CPU, in single or double precision, with messages sorted by target."""
-    return l_NKC.device.type == "cpu" and l_NKC.dtype in (torch.float32, torch.float64) and is_ascending(dst)
+    return can_compile(l_NKC) and not bool((dst[1:] < dst[:-1]).any())
 
 
 def iterate_assignments(l_TKC: Tensor, l_NKC: Tensor, src: Tensor, dst: Tensor, weight: Tensor | None, p_EK: Tensor, rounds: int, temperature: float) -> Tensor:

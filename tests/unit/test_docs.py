@@ -49,7 +49,7 @@ def test_the_readme_tree_names_what_exists():
 
 def test_the_readme_sample_runs(monkeypatch, tmp_path, capsys):
     sample = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    sample = sample.replace("configs/demo.yaml", str(ROOT / "configs/demo.yaml")).replace("train.epochs=20", "train.epochs=2\", \"eval.few_labels=[]")
+    sample = sample.replace("configs/demo.yaml", str(ROOT / "configs/demo.yaml")).replace("train.epochs=20", 'train.epochs=2", "eval.few_labels=[]')
     monkeypatch.chdir(tmp_path)
     exec(compile(sample, "README.md", "exec"), {})
     assert "'node'" in capsys.readouterr().out

@@ -121,7 +121,7 @@ def test_zero_rows_have_finite_gradients():
     z, predicted = (torch.zeros(2, 3, 2, requires_grad=True) for _ in range(2))
     loss = factor_loss(z, predicted, FIRST, LossConfig(sce_power=2))
     loss.total.backward()
-    assert float(loss.value()) == 1.0
+    assert loss.value().item() == 1.0
     assert z.grad is not None and torch.isfinite(z.grad).all() and predicted.grad is not None and torch.isfinite(predicted.grad).all()
 
 

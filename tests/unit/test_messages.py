@@ -10,7 +10,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.nn import messages
-from cimage_dist.nn.messages import Hops, weighted_sum
+from cimage_dist.nn.messages import Hops, message_dots, weighted_sum
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import Trainer
 from tests.settings import small_sbm_config
@@ -41,7 +41,7 @@ def plain(base: torch.Tensor, x: torch.Tensor, p: torch.Tensor, src: torch.Tenso
 @pytest.fixture(params=["compiled", "chunks"])
 def path(request, monkeypatch):
     if request.param == "chunks":
-        monkeypatch.setattr(messages, "can_sum", lambda *args: False)
+        monkeypatch.setattr(messages, "can_compile", lambda *args: False)
         monkeypatch.setattr(messages, "_CHUNK_FLOATS", 18)
 
 
@@ -62,8 +62,17 @@ def test_sums_and_gradients_equal_index_add(path, dtype, order):
 
 
 def test_gradcheck(path):
-    base, x, p, src, dst = case()
-    assert torch.autograd.gradcheck(lambda a, b: weighted_sum(a, b, p, src, dst), (base.requires_grad_(), x.requires_grad_()))
+    base, x, p, src, dst = (t.requires_grad_() if t.is_floating_point() else t for t in case(order="mixed"))
+    assert torch.autograd.gradcheck(lambda *leaves: weighted_sum(*leaves, src, dst), (base, x, p))
+    assert torch.autograd.gradcheck(lambda *leaves: message_dots(*leaves, src, dst), (base, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_inner_products_equal_the_gathered_ones(path, dtype):
+    base, x, _, src, dst = case(dtype, "mixed")
+    want = (base[dst] * x[src]).sum(-1)
+    torch.testing.assert_close(message_dots(base, x, src, dst), want, rtol=0, atol={torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 0.05))
+    assert message_dots(base, x, src[:0], dst[:0]).shape == (0, 3)
 
 
 def test_nothing_to_add_and_half_precision(path):

@@ -54,7 +54,7 @@ def test_assignments_sum_to_one_over_factors():
     topology = random_topology(20, 60)
     l = normalize_factors(torch.randn(20, 5, 4))  # noqa: E741
     edges = topology.edge_list()
-    p = assignments(l[edges.src], l, edges.dst, 1.0)
+    p = assignments(l, l, edges, 1.0)
     torch.testing.assert_close(p.sum(1), torch.ones(p.shape[0]), rtol=0, atol=1e-6)  # float32 softmax
 
 
@@ -91,8 +91,8 @@ def test_last_gradient_keeps_the_value_and_stops_the_assignments():
     with torch.no_grad():
         p = torch.full((edges.src.numel(), 3), 1 / 3, dtype=torch.float64)
         for _ in range(3):
-            p = assignments(l[edges.src], normalize_factors(aggregate(l, l[edges.src], p, edges.dst)), edges.dst, 1.0)
-    fixed = torch.autograd.grad(aggregate(l, l[edges.src], p, edges.dst).square().sum(), x)[0]
+            p = assignments(l, normalize_factors(aggregate(l, l, p, edges)), edges, 1.0)
+    fixed = torch.autograd.grad(aggregate(l, l, p, edges).square().sum(), x)[0]
     torch.testing.assert_close(g_last, fixed, rtol=0, atol=1e-12)
 
 
