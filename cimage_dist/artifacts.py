@@ -90,6 +90,13 @@ def committed_dir(final: Path) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def remove_dir(path: Path) -> None:
+    """Remove a directory so that a kill halfway leaves no partial one under its name."""
+    doomed = path.parent / f"{TMP_PREFIX}{path.name}-{uuid4().hex[:8]}"
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
 def remove_leftovers(parent: Path, name: str) -> None:
     """Remove what killed writers of `parent/name` left behind. Call only while holding the writer's lock."""
     if parent.is_dir():

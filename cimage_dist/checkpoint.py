@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +110,7 @@ def prune(folder: Path, keep: int) -> None:
     best = (folder / "BEST").read_text().strip() if (folder / "BEST").is_file() else ""
     for step in steps(folder)[:-keep]:
         if _name(step) != best:
-            shutil.rmtree(folder / _name(step), ignore_errors=True)
+            artifacts.remove_dir(folder / _name(step))
     artifacts.remove_leftovers(folder, "step")
 
 

@@ -53,8 +53,15 @@ def _dots(out_EK: Any, a_TKC: Any, to: Any, x_NKC: Any, by: Any) -> None:
 
 
 def use_threads() -> None:
-    """As many compiled threads as torch has."""
-    numba.set_num_threads(max(1, min(torch.get_num_threads(), cast(Any, numba.config).NUMBA_NUM_THREADS)))
+    """As many compiled threads as torch has, and torch keeps its own number.
+
+    Starting numba's pool sets the thread count of the OpenMP runtime they share; with it the last bits of torch's sums would change
+    in the middle of a run.
+    """
+    threads = torch.get_num_threads()
+    numba.set_num_threads(max(1, min(threads, cast(Any, numba.config).NUMBA_NUM_THREADS)))
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def can_compile(*tensors: Tensor) -> bool:

@@ -95,7 +95,7 @@ def test_two_workers_agree_with_one_process_and_resume(folder):
         assert summary(cimage(folder, *args, f"run.dir={name}", "train.epochs=1"))["steps"] == 10
     one, two = folder / "one", folder / "two"
     assert contexts(one) == contexts(two) and [step for step, _ in contexts(two)] == [0, 3, 6, 9]
-    # float32, ten Adam steps at a learning rate of 0.003: measured 2e-7 or less.
+    # float32. At a learning rate of 0.01 losses differed by 1.5e-7 and weights by 6.5e-7; the lower one here leaves room for other machines.
     np.testing.assert_allclose(losses(two), losses(one), rtol=0, atol=1e-6)
     for key, value in weights(one).items():
         np.testing.assert_allclose(weights(two)[key], value, rtol=0, atol=1e-6, err_msg=key)

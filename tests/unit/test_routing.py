@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,3 +151,16 @@ def test_compiled_assignments_do_not_depend_on_the_number_of_threads():
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(one, two)
+
+
+def test_compiled_loops_leave_the_thread_count_of_torch_alone():
+    """In a new process, where the compiled thread pool is not running yet."""
+    code = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from cimage_dist.nn.routing import route\n"
+        "from tests.graphs import star\n"
+        "route(torch.randn(5, 2, 3), star(4).edge_list(), 3, grad='last')\n"
+        "print(torch.get_num_threads())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert out.stdout.strip() == "1"
