@@ -12,6 +12,7 @@ from torch_geometric.sampler import NeighborSampler, SamplerOutput
 from torch_geometric.sampler.base import DataType, SubgraphType
 
 from cimage_dist import keyed
+from cimage_dist.errors import UserError
 from cimage_dist.graph.sampler import NeighbourSampler
 from cimage_dist.graph.seeds import IntArray
 
@@ -40,7 +41,7 @@ class PygNeighbourSampler(NeighborSampler):
 
     def _sample(self, seed: Tensor | dict[str, Tensor], seed_time: Tensor | dict[str, Tensor] | None = None, **kwargs: Any) -> SamplerOutput:
         if isinstance(seed, dict) or seed_time is not None:
-            raise NotImplementedError("heterogeneous and temporal graphs are not supported")
+            raise UserError("This sampler takes one kind of node and no timestamps; heterogeneous and temporal graphs need PyG's own sampler with pyg-lib.")
         content = int(keyed.bits(self._key, seed).sum())
         out = self._sampler.sample_keyed(np.asarray(seed), keyed.derive(self._key, content))
         node, row, col, edge = (torch.from_numpy(x) for x in (out.node_gid, out.src, out.dst, out.entry))
