@@ -9,19 +9,15 @@ classification path is timed on the same sample with the same block size, otherw
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from hardware import facts, headline
 
-from cimage_dist import environment
 from cimage_dist.stats.diagnostics import describe_partition
 from cimage_dist.stats.hsic import block_statistics
 from cimage_dist.stats.partition import choose_partition
@@ -59,15 +55,6 @@ def reference(h: torch.Tensor, labels: torch.Tensor, block_size: int, wanted: in
     return seconds | {"chosen": len(chosen)}
 
 
-def machine(threads: int) -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
-    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    return {"date": str(datetime.date.today()), "cpu": model, "load": load, "threads": threads} | environment.describe()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("width", 512), ("factors", 16), ("samples", 20_000), ("classes", 7), ("threads", 1), ("block-size", 20)):
@@ -88,15 +75,12 @@ def main() -> None:
     _, parts["diagnostics"] = timed(lambda: describe_partition(h, labels, gids, scores, block_size=args.block_size))
     parts["pyHSICLasso"] = reference(h, labels, args.block_size, args.width // 8)
     found = set(scores.in_context.nonzero().flatten().tolist())
-    facts = machine(args.threads)
-    print(
-        f"{facts['date']}  {facts['cpu']}, {facts['cpu_count']} cores, {args.threads} thread(s), load {facts['load']}; Python {facts['python']}, {facts['packages']}"
-    )
+    print(headline(args.threads))
     print(f"D = {args.width}, K = {args.factors}, n = {args.samples}, {args.classes} classes, {stats.num_blocks} blocks of {args.block_size}, {dtype}")
     for name, part in parts.items():
         print(f"  {name:28}" + "  ".join(f"{key} {value}" for key, value in part.items()))
     print(f"  planted factors {sorted(planted)}, found {sorted(found)}")
-    print(json.dumps({"machine": facts, "settings": {**vars(args)}, "parts": parts, "lam": scores.lam, "found": sorted(found)}))
+    print(json.dumps({"machine": facts(args.threads), "settings": {**vars(args)}, "parts": parts, "lam": scores.lam, "found": sorted(found)}))
 
 
 if __name__ == "__main__":

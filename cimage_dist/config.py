@@ -114,7 +114,8 @@ class ModelConfig:
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
     routing_init: Literal["uniform", "self"] = opt("uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)")
     routing_final_norm: bool = opt(False, "normalise after the last iteration (paper) or not (released code)")
-    routing_grad: Literal["full", "last"] = opt("full", "differentiate all iterations, or the final aggregation only (memory / T)")
+    routing_grad: Literal["full", "last"] = opt("full", "differentiate all iterations, or the final aggregation only")
+    routing_backend: Literal["auto", "fused", "reference"] = opt("auto", "how routing is computed: fused loops where there are any, or plain tensor operations")
     tail: bool = opt(True, "one parameter-free GCN smoothing of the routed factors")
     structure_hidden: int = opt(32, "hidden width of the edge decoder")
     structure_layers: int = opt(2, "linear layers of the edge decoder")
@@ -253,6 +254,7 @@ class TrainConfig:
     validate_every: int = opt(0, "steps between validation scores during training; 0: never")
     validate_by: Literal["auto", "node", "link"] = opt("auto", "validation score: probe accuracy or link AUC; auto: link when edges are held out")
     select: Literal["last", "val"] = opt("last", "which checkpoint is embedded: the last, or the best by validation score")
+    precision: Literal["float32", "bfloat16"] = opt("float32", "activations while training; bfloat16 halves their memory, weights and sums stay float32")
 
     def __post_init__(self) -> None:
         need(self.epochs >= 1, "train.epochs", "must be at least 1", self.epochs)
@@ -303,6 +305,7 @@ class ResourcesConfig:
     cpus_per_worker: int = opt(1, "CPUs that Ray reserves for each worker")
     threads: int = opt(0, "CPU threads of each process; 0: cpus_per_worker with --on ray, else torch's choice")
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "where tensors live; auto: CUDA where there is one")
+    compile: bool = opt(False, "torch.compile the decoders; needs a C++ compiler on a CPU, Triton on a GPU")
     timeout_s: int = opt(600, "seconds after which a hanging collective fails")
     max_failures: int = opt(3, "worker failures after which Ray gives up; each resumes from the last checkpoint")
 
@@ -337,6 +340,7 @@ def need(ok: bool, key: str, rule: str, got: Any) -> None:
 # Keys that do not change what is trained (where things are, what is scored afterwards): they leave the fingerprint alone.
 _NOT_TRAINED = {
     "data": ("path", "root", "store_dir", "verify"),
+    "model": ("routing_backend",),
     "sampler": ("loader_processes", "prefetch"),
     "cluster": ("labels_path",),
     "eval": ("few_labels", "few_label_splits", "kmeans_restarts", "controls"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -18,6 +19,23 @@ OPTIONAL = {
     "optuna": ("optuna", "Bayesian search in sweeps", "pip install 'cimage-dist[tune]'"),
     "numba": ("numba", "compiled sampling and solver loops", "pip install numba"),
 }
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed blocks for the next step instead of handing them back to the system.
+
+    By default glibc maps every block above 32 MB (and many smaller ones) anew, and each page of it costs a fault at first touch: on
+    the CPU that is a good part of a training step. Does nothing where the C library is another one.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the argument is a C int
 
 
 def package_version(name: str) -> str | None:

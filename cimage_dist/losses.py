@@ -36,12 +36,13 @@ def factor_loss(z_nKC: Tensor, predicted_nKC: Tensor, in_context_K: Tensor, cfg:
         # Nothing to predict, or nothing to predict from.
         count = z_nKC.shape[0] if weight is None else float(weight.sum())
         return Mean((z_nKC.sum() + predicted_nKC.sum()) * 0.0, count)
-    target, predicted = z_nKC[:, target_K], predicted_nKC[:, target_K]
-    if cfg.factor_stopgrad:
-        target = target.detach()
+    target = z_nKC.detach() if cfg.factor_stopgrad else z_nKC
     if cfg.factor_cosine == "flat":
-        target, predicted = target.flatten(1).unsqueeze(1), predicted.flatten(1).unsqueeze(1)
-    cosine = F.cosine_similarity(target, predicted, dim=-1, eps=EPS)
+        # Zeros in place of the other factors add nothing to a product or a length, and need no gathering.
+        chosen = target_K.to(z_nKC.dtype).view(1, -1, 1)
+        cosine = F.cosine_similarity((target * chosen).flatten(1), (predicted_nKC * chosen).flatten(1), dim=-1, eps=EPS).unsqueeze(1)
+    else:
+        cosine = F.cosine_similarity(target, predicted_nKC, dim=-1, eps=EPS)[:, target_K]
     return _weighted((1 - cosine).clamp_min(0).pow(cfg.sce_power).mean(1), weight)
 
 

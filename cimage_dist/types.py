@@ -42,7 +42,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class EdgeList:
-    """Directed messages src -> dst, sorted by dst. src, dst int64 [E]; weight float [E] or None for all ones.
+    """Directed messages src -> dst, usually sorted by dst. src, dst int64 [E]; weight float [E] or None for all ones.
 
     `degree` float [N] is given where the messages do not tell it: nodes at the rim of a sampled subgraph have fewer messages here
     than neighbours in the graph.
@@ -53,6 +53,25 @@ class EdgeList:
     num_nodes: int
     weight: Tensor | None = None
     degree: Tensor | None = None
+
+    def by_target(self) -> EdgeList:
+        """The same messages sorted by target; itself where they are. Kept, as every layer asks."""
+        kept: EdgeList | None = self.__dict__.get("_sorted")
+        if kept is None:
+            kept = self
+            if bool((self.dst[1:] < self.dst[:-1]).any()):
+                order = self.dst.argsort(stable=True)
+                weight = None if self.weight is None else self.weight[order]
+                kept = EdgeList(self.src[order], self.dst[order], self.num_nodes, weight, self.degree)
+            self.__dict__["_sorted"] = kept
+        return kept
+
+    def pointers(self, num_targets: int) -> Tensor:
+        """int64 [T+1]: the messages into target v are pointers[v] .. pointers[v+1], once sorted by target. Kept, as every layer asks."""
+        kept: dict[int, Tensor] = self.__dict__.setdefault("_pointers", {})
+        if num_targets not in kept:
+            kept[num_targets] = torch.searchsorted(self.dst, torch.arange(num_targets + 1, device=self.dst.device))
+        return kept[num_targets]
 
     def to(self, device: torch.device) -> EdgeList:
         weight, degree = (None if t is None else t.to(device) for t in (self.weight, self.degree))

@@ -12,6 +12,7 @@ from cimage_dist.eval.links import link_scores
 from cimage_dist.eval.probe import linear_probe
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
+from cimage_dist.nn.features import compact
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel
 from cimage_dist.types import LinkSplit, Topology
@@ -38,7 +39,7 @@ def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSpl
     by = cfg.train.validate_by
     if by == "auto":
         by = "link" if links is not None else "node"
-    x = graph.features()
+    x = compact(graph.features())
     if by == "link":
         if links is None:
             raise UserError("train.validate_by is 'link', but no edges are held out. Set data.holdout_edges=link.")

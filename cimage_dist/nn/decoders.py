@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cimage_dist.config import ModelConfig
+from cimage_dist.nn.dropout import dropout
 
 
 class FactorDecoder(nn.Module):
@@ -26,7 +27,7 @@ class FactorDecoder(nn.Module):
         """z [n, K, C], visible bool [K]: the factors given as input -> prediction of all factors [n, K, C]."""
         x = (z_nKC * visible_K.to(z_nKC.dtype).unsqueeze(-1)).flatten(1)
         for layer in self.layers[:-1]:
-            x = F.elu(layer(F.dropout(x, self.dropout, self.training)))
+            x = F.elu(layer(dropout(x, self.dropout, self.training)))
         return cast(Tensor, self.layers[-1](x)).view_as(z_nKC)
 
 
@@ -45,5 +46,5 @@ class StructureDecoder(nn.Module):
         flat = z.flatten(1)
         x = flat.index_select(0, pairs[:, 0]) * flat.index_select(0, pairs[:, 1])
         for layer in self.layers[:-1]:
-            x = torch.relu(layer(F.dropout(x, self.dropout, self.training)))
+            x = torch.relu(layer(dropout(x, self.dropout, self.training)))
         return cast(Tensor, self.layers[-1](x)).squeeze(-1)

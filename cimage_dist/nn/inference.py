@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cimage_dist.nn.encoder import Encoder, Encoding
-from cimage_dist.nn.routing import normalize_factors
+from cimage_dist.nn.features import Features
+from cimage_dist.nn.routing import normalize_factors, use_fused
 from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.types import EdgeList, Topology
 
@@ -35,17 +36,28 @@ def range_edges(topology: Topology, rows: slice, device: torch.device) -> EdgeLi
 
 
 @torch.no_grad()
-def encode_graph(encoder: Encoder, x: Tensor, topology: Topology, max_floats: int = MAX_FLOATS) -> Encoding:
+def encode_graph(encoder: Encoder, x: Features, topology: Topology, max_floats: int = MAX_FLOATS) -> Encoding:
     """(h, z) of all nodes on the unmasked topology, equal to the encoder's own forward in eval mode."""
     was_training = encoder.training
     encoder.eval()
     device, dtype = encoder.linear.weight.device, encoder.linear.weight.dtype
     width = encoder.cfg.num_factors * encoder.cfg.factor_dim
-    step = max(1, max_floats // max(width, x.shape[1]))
-    h = torch.cat([encoder.project(x[begin : begin + step].to(device, dtype)) for begin in range(0, x.shape[0], step)])
+    if isinstance(x, Tensor):
+        step = max(1, max_floats // max(width, x.shape[1]))
+        h = torch.cat([encoder.project(x[begin : begin + step].to(device, dtype)) for begin in range(0, x.shape[0], step)])
+    else:
+        h = encoder.project(x.to(dtype))
+    # The fused operator makes nothing of size messages x width: all targets at once.
+    is_whole = use_fused(h, encoder.cfg.routing_backend)
+    whole = range_edges(topology, slice(0, topology.num_nodes), device) if is_whole else None
     for _ in range(encoder.cfg.num_layers):
-        unit = normalize_factors(h)
-        h = torch.cat([encoder.route_layer(unit, range_edges(topology, rows, device), rows) for rows in target_ranges(topology, width, max_floats)])
+        if whole is not None:
+            h = encoder.route_layer(h, whole)
+        else:
+            unit = normalize_factors(h)
+            h = torch.cat(
+                [encoder.route_layer(unit, range_edges(topology, rows, device), rows, is_unit=True) for rows in target_ranges(topology, width, max_floats)]
+            )
     z = h
     if encoder.cfg.tail:
         degree = (topology.degrees() + 1).to(device)
@@ -54,6 +66,6 @@ def encode_graph(encoder: Encoder, x: Tensor, topology: Topology, max_floats: in
     return Encoding(h, z)
 
 
-def embed_graph(encoder: Encoder, x: Tensor, topology: Topology) -> Tensor:
+def embed_graph(encoder: Encoder, x: Features, topology: Topology) -> Tensor:
     """The embedding: z with all K factors, float32 [N, K*C] on the CPU; row i is global node i."""
     return encode_graph(encoder, x, topology).z.flatten(1).float().cpu()

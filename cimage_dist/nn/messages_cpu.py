@@ -1,16 +1,18 @@
-"""Sums and inner products along messages on the CPU, compiled: torch's index_add takes most of a training step there."""
+"""Sums along messages on the CPU, compiled: torch's index_add takes several times as long there."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numba
 import numpy as np
-import torch
 from torch import Tensor
 
+from cimage_dist.nn.parts import num_parts, run_parts
 
-@numba.njit(cache=True)
+
+@numba.njit(cache=True, nogil=True)
 def _group(to: Any, num_targets: int) -> Any:
     """Messages by target: order[indptr[v]:indptr[v+1]] are those into v, in their order (counting sort)."""
     indptr = np.zeros(num_targets + 1, np.int64)
@@ -25,61 +27,24 @@ def _group(to: Any, num_targets: int) -> Any:
     return indptr, order
 
 
-@numba.njit(parallel=True, cache=True)
-def _sum_rows(out_TKC: Any, indptr: Any, order: Any, x_NKC: Any, by: Any, p_EK: Any) -> None:
-    """out[v] += Σ_e p[e,k]·x[by[e],k] over the messages into v."""
-    num_factors, width = x_NKC.shape[1], x_NKC.shape[2]
-    for v in numba.prange(indptr.size - 1):
+@numba.njit(cache=True, nogil=True)
+def _sum_rows(out_TD: Any, indptr: Any, order: Any, x_ND: Any, by: Any, weight: Any, bounds: Any, part: int) -> None:
+    """out[v] += Σ_e weight[e]·x[by[e]] over the messages into v, for the targets of a part."""
+    for v in range(bounds[part], bounds[part + 1]):
         for i in range(indptr[v], indptr[v + 1]):
             e = order[i]
-            u = by[e]
-            for k in range(num_factors):
-                p = p_EK[e, k]
-                for c in range(width):
-                    out_TKC[v, k, c] += p * x_NKC[u, k, c]
+            u, w = by[e], weight[e]
+            for c in range(x_ND.shape[1]):
+                out_TD[v, c] += w * x_ND[u, c]
 
 
-@numba.njit(parallel=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
-def _dots(out_EK: Any, a_TKC: Any, to: Any, x_NKC: Any, by: Any) -> None:
-    """out[e,k] = <a[to[e],k], x[by[e],k]>."""
-    num_factors, width = x_NKC.shape[1], x_NKC.shape[2]
-    for e in numba.prange(to.size):
-        v, u = to[e], by[e]
-        for k in range(num_factors):
-            total = x_NKC.dtype.type(0)
-            for c in range(width):
-                total += a_TKC[v, k, c] * x_NKC[u, k, c]
-            out_EK[e, k] = total
-
-
-def use_threads() -> None:
-    """As many compiled threads as torch has, and torch keeps its own number.
-
-    Starting numba's pool sets the thread count of the OpenMP runtime they share; with it the last bits of torch's sums would change
-    in the middle of a run.
-    """
-    threads = torch.get_num_threads()
-    numba.set_num_threads(max(1, min(threads, cast(Any, numba.config).NUMBA_NUM_THREADS)))
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-
-
-def can_compile(*tensors: Tensor) -> bool:
-    """On the CPU, all in single or all in double precision."""
-    return all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and x.dtype == tensors[0].dtype for x in tensors)
-
-
-def add_messages(out_TKC: Tensor, to: Tensor, x_NKC: Tensor, by: Tensor, p_EK: Tensor) -> Tensor:
-    """out[to[e]] += p[e]·x[by[e]] in place. Each target adds its messages in their order, so the bits do not depend on the threads."""
-    indptr, order = _group(to.numpy(), out_TKC.shape[0])
-    use_threads()
-    _sum_rows(out_TKC.numpy(), indptr, order, x_NKC.contiguous().numpy(), by.numpy(), p_EK.contiguous().numpy())
-    return out_TKC
-
-
-def dot_messages(a_TKC: Tensor, to: Tensor, x_NKC: Tensor, by: Tensor) -> Tensor:
-    """<a[to[e],k], x[by[e],k]> for every message; [E, K]."""
-    out = x_NKC.new_empty((to.numel(), x_NKC.shape[1]))
-    use_threads()
-    _dots(out.numpy(), a_TKC.contiguous().numpy(), to.numpy(), x_NKC.contiguous().numpy(), by.numpy())
-    return out
+def add_messages(out_TD: Tensor, to: Tensor, x_ND: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """out[to[e]] += weight[e]·x[by[e]] in place. Each target adds its messages in their order, so the bits do not depend on the threads."""
+    indptr, order = _group(to.numpy(), out_TD.shape[0])
+    parts = num_parts()
+    # Shares of about equal load: a target costs as much as a message.
+    load = indptr + np.arange(indptr.size)
+    bounds = np.searchsorted(load, load[-1] * np.arange(parts + 1) // parts)
+    bounds[-1] = out_TD.shape[0]
+    run_parts(partial(_sum_rows, out_TD.numpy(), indptr, order, x_ND.contiguous().numpy(), by.numpy(), weight.contiguous().numpy(), bounds), parts)
+    return out_TD

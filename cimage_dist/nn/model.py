@@ -11,6 +11,7 @@ from cimage_dist import keyed
 from cimage_dist.config import Config
 from cimage_dist.nn.decoders import FactorDecoder, StructureDecoder
 from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import Hops
 from cimage_dist.types import EdgeList, FeatureMoments
 
@@ -41,7 +42,7 @@ class CimageModel(nn.Module):
         self.factors = FactorDecoder(cfg.model) if cfg.loss.factor_weight > 0 else None
 
     def forward(
-        self, x: Tensor, edges: EdgeList, pairs: Tensor, nodes: Tensor | None = None, visible_K: Tensor | None = None, hops: Hops | None = None
+        self, x: Features, edges: EdgeList, pairs: Tensor, nodes: Tensor | None = None, visible_K: Tensor | None = None, hops: Hops | None = None
     ) -> ModelOutput:
         """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in `visible_K`."""
         h, z = self.encoder(x, edges, hops)

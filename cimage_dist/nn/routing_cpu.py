@@ -1,74 +1,396 @@
-"""The routing assignments of one layer without gradient, compiled: each target's iterations run in cache, nothing of size E x D is made."""
+"""Routing on the CPU, compiled: all iterations of a target run in cache, nothing of size messages x width is made (§2).
+
+Targets are independent, so they are shared out among threads. The backward pass works through the targets in chunks of bounded scratch:
+first every target of the chunk repeats its iterations and leaves g_t, q_t and the coefficients of its messages; then each thread adds,
+message after message, its own slice of the channels to the neighbours' gradients. No two threads write the same number and every sum has
+one order, so the bits depend neither on the run nor on the number of threads. A target with more messages than a chunk holds
+is a hub: its messages are shared out among the threads in blocks, whose sums are added in order.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist.nn.messages_cpu import can_compile, use_threads
+from cimage_dist.nn.parts import num_parts, run_parts
+from cimage_dist.nn.routing_hub import hub_backward, hub_forward
+from cimage_dist.nn.routing_loops import add_neighbour_grad, add_row, copy_row, fill, make_unit, normalise, normalise_grad
+from cimage_dist.nn.routing_passes import GROUP, add_messages, back_messages
+from cimage_dist.nn.simd import LANES, load, pointer, store, transpose
 
-_EPS = 1e-12
-
-
-@numba.njit(parallel=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
-def _iterate(l_TKC: Any, l_NKC: Any, indptr: Any, src: Any, weight: Any, rounds: int, inv_tau: float, p_EK: Any) -> None:
-    """`rounds` times for every target v: q = l[v] + Σ w·p·l[u], normalised per factor; p = softmax_k(<l[u,k], q[k]> / τ)."""
-    num_factors, width = l_NKC.shape[1], l_NKC.shape[2]
-    for v in numba.prange(indptr.size - 1):
-        begin, end = indptr[v], indptr[v + 1]
-        if begin == end:
-            continue
-        q = np.empty((num_factors, width), l_NKC.dtype)
-        for _ in range(rounds):
-            for k in range(num_factors):
-                for c in range(width):
-                    q[k, c] = l_TKC[v, k, c]
-            for e in range(begin, end):
-                u = src[e]
-                for k in range(num_factors):
-                    p = p_EK[e, k] * weight[e] if weight.size else p_EK[e, k]
-                    for c in range(width):
-                        q[k, c] += p * l_NKC[u, k, c]
-            for k in range(num_factors):
-                total = l_NKC.dtype.type(0)
-                for c in range(width):
-                    total += q[k, c] * q[k, c]
-                scale = 1 / max(np.sqrt(total), _EPS)
-                for c in range(width):
-                    q[k, c] *= scale
-            for e in range(begin, end):
-                u = src[e]
-                top = -np.inf
-                for k in range(num_factors):
-                    dot = l_NKC.dtype.type(0)
-                    for c in range(width):
-                        dot += l_NKC[u, k, c] * q[k, c]
-                    p_EK[e, k] = dot * inv_tau
-                    top = max(top, p_EK[e, k])
-                total = l_NKC.dtype.type(0)
-                for k in range(num_factors):
-                    p_EK[e, k] = np.exp(p_EK[e, k] - top)
-                    total += p_EK[e, k]
-                for k in range(num_factors):
-                    p_EK[e, k] /= total
+SCRATCH_BYTES = 4 << 20  # of a chunk, for each thread
+HUB_MESSAGES = 4096  # a target with more is a hub; a number of its own, so that no sum depends on the size of the chunks
+_compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
 
-def can_iterate(l_NKC: Tensor, dst: Tensor) -> bool:
-    """On the CPU, in single or double precision, with messages sorted by target."""
-    return can_compile(l_NKC) and not bool((dst[1:] < dst[:-1]).any())
+class _Problem(NamedTuple):
+    """What every loop needs to know. Flat packed `rows`; target v is row first + v."""
+
+    rows: Any
+    first: int
+    indptr: Any
+    indices: Any
+    weight: Any
+    padding: Any
+    num_factors: int
+    channels: int
+    blocks: int
+    iterations: int
+    inv_tau: float
+    hub_messages: int
+    share: float  # of every factor in the first iteration; 0: it too is assigned, by the target's own row
 
 
-def iterate_assignments(l_TKC: Tensor, l_NKC: Tensor, src: Tensor, dst: Tensor, weight: Tensor | None, p_EK: Tensor, rounds: int, temperature: float) -> Tensor:
-    """p [E, K] after `rounds` rounds of aggregation and assignment, starting from `p_EK`, which is overwritten.
+@_compiled
+def _turn(source_array: Any, source_row: int, target_array: Any, target_row: int, num_factors: int, channels: int, packs: bool) -> None:
+    """One row from [K, C] to [K / LANES, C, LANES] (`packs`), or back."""
+    source, target = pointer(source_array), pointer(target_array)
+    blocks = -(-num_factors // LANES)
+    plain_row, packed_row = (source_row, target_row) if packs else (target_row, source_row)
+    plain, packed = plain_row * num_factors * channels, packed_row * blocks * channels * LANES
+    whole = channels // LANES * LANES
+    for block in range(num_factors // LANES):
+        a, b = plain + block * LANES * channels, packed + block * channels * LANES
+        for c in range(0, whole, LANES):
+            i, j, step = (a + c, b + c * LANES, channels) if packs else (b + c * LANES, a + c, LANES)
+            n = LANES if packs else channels
+            r = transpose(
+                (
+                    load(source, i),
+                    load(source, i + step),
+                    load(source, i + 2 * step),
+                    load(source, i + 3 * step),
+                    load(source, i + 4 * step),
+                    load(source, i + 5 * step),
+                    load(source, i + 6 * step),
+                    load(source, i + 7 * step),
+                )
+            )
+            store(target, j, r[0])
+            store(target, j + n, r[1])
+            store(target, j + 2 * n, r[2])
+            store(target, j + 3 * n, r[3])
+            store(target, j + 4 * n, r[4])
+            store(target, j + 5 * n, r[5])
+            store(target, j + 6 * n, r[6])
+            store(target, j + 7 * n, r[7])
+    for k in range(num_factors):
+        for c in range(whole if k < num_factors // LANES * LANES else 0, channels):
+            i, j = plain + k * channels + c, packed + ((k // LANES) * channels + c) * LANES + k % LANES
+            if packs:
+                target[j] = source[i]
+            else:
+                target[i] = source[j]
 
-    Targets are independent, so the result does not depend on the number of threads.
+
+@_compiled
+def _pack(x_NKC: Any, unit: bool, out: Any, inverse: Any, part: int, parts: int) -> None:
+    """A part of the rows to the packed layout; with `unit` each factor divided by max(‖x‖, ε), and by what it was multiplied."""
+    num_rows, num_factors, channels = x_NKC.shape
+    blocks = -(-num_factors // LANES)
+    size, width = blocks * channels * LANES, blocks * LANES
+    for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
+        if num_factors % LANES:
+            fill(pointer(out), row * size, size, 0.0)
+        _turn(x_NKC, row, out, row, num_factors, channels, True)
+        if unit:
+            make_unit(pointer(out), row * size, pointer(inverse), row * width, channels, blocks)
+
+
+@_compiled
+def _unpack_grad(grad: Any, rows: Any, inverse: Any, out_NKC: Any, part: int, parts: int) -> None:
+    """A part of the gradient of l, packed (and overwritten), to that of x where l = x / max(‖x‖, ε); `inverse` is empty where l = x."""
+    num_rows, num_factors, channels = out_NKC.shape
+    blocks = -(-num_factors // LANES)
+    size, width = blocks * channels * LANES, blocks * LANES
+    for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
+        at = row * size
+        if inverse.size:
+            normalise_grad(pointer(grad), at, pointer(rows), at, pointer(inverse), row * width, pointer(grad), at, channels, blocks)
+        _turn(grad, row, out_NKC, row, num_factors, channels, False)
+
+
+@_compiled
+def _share(indptr: Any, begin: int, end: int, part: int, parts: int) -> Any:
+    """Targets [low, high) of a part, such that parts carry about the same load; a target costs about as much as four messages."""
+    low, high = begin, begin
+    first, total = indptr[begin] + 4 * begin, indptr[end] - indptr[begin] + 4 * (end - begin)
+    bounds = (first + total * part // parts, first + total * (part + 1) // parts)
+    for which in range(2):
+        left, right = begin, end
+        while left < right:
+            middle = (left + right) // 2
+            if indptr[middle] + 4 * middle < bounds[which]:
+                left = middle + 1
+            else:
+                right = middle
+        if which == 0:
+            low = left
+        else:
+            high = left
+    return low, end if part == parts - 1 else high
+
+
+@_compiled
+def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
+    """The last sum of every target of a part that is no hub."""
+    rows, ids, weight, padding = pointer(pb.rows), pointer(pb.indices), pointer(pb.weight), pointer(pb.padding)
+    indptr, channels, blocks, has_weight = pb.indptr, pb.channels, pb.blocks, pb.weight.size > 0
+    size, width = blocks * channels * LANES, blocks * LANES
+    row = np.empty(size, pb.rows.dtype)
+    scratch = np.empty(size + (1 + 2 * GROUP) * width, pb.rows.dtype)
+    out, centre, inverse = pointer(row), pointer(scratch), pointer(scratch[size:])
+    p, scaled = pointer(scratch[size + width :]), pointer(scratch[size + (1 + GROUP) * width :])
+    low, high = _share(indptr, 0, indptr.size - 1, part, parts)
+    for v in range(low, high):
+        begin, end, own = indptr[v], indptr[v + 1], (pb.first + v) * size
+        if end - begin <= pb.hub_messages:
+            for t in range(pb.iterations):
+                if t > 0:
+                    normalise(out, 0, centre, 0, inverse, 0, channels, blocks)
+                elif pb.share == 0:
+                    copy_row(centre, 0, rows, own, size)
+                copy_row(out, 0, rows, own, size)
+                share = pb.share if t == 0 else 0.0
+                add_messages(
+                    rows, ids, weight, has_weight, begin, end, centre, 0, share, pb.inv_tau, padding, p, 0, width, False, scaled, out, 0, channels, blocks
+                )
+            _turn(row, 0, out_TKC, v, out_TKC.shape[1], channels, False)
+
+
+@_compiled
+def _walk_back(
+    pb: Any,
+    through_all: bool,
+    start: int,
+    stop: int,
+    grad_array: Any,
+    grads_array: Any,
+    centres_array: Any,
+    coef_array: Any,
+    own_array: Any,
+    grad_w_array: Any,
+    parts: int,
+    part: int,
+) -> None:
+    """Every target of a part of the chunk [start, stop) repeats its iterations, then walks back: it leaves its stacks of g_t and q_t, the
+    coefficients of its messages, and what it adds to the gradient of its own row.
     """
-    use_threads()
-    indptr = torch.searchsorted(dst, torch.arange(l_TKC.shape[0] + 1))
-    factor = np.empty(0, dtype=np.float32) if weight is None else weight.numpy()
-    _iterate(l_TKC.contiguous().numpy(), l_NKC.contiguous().numpy(), indptr.numpy(), src.numpy(), factor, rounds, 1.0 / temperature, p_EK.numpy())
-    return p_EK
+    rows, ids, weight, padding = pointer(pb.rows), pointer(pb.indices), pointer(pb.weight), pointer(pb.padding)
+    grads, centres, coef = pointer(grads_array), pointer(centres_array), pointer(coef_array)
+    grad, own_grad, grad_w = pointer(grad_array), pointer(own_array), pointer(grad_w_array)
+    indptr, channels, blocks, iterations, has_weight = pb.indptr, pb.channels, pb.blocks, pb.iterations, pb.weight.size > 0
+    size, width = blocks * channels * LANES, blocks * LANES
+    stride, last = 2 * iterations * width, iterations - 1
+    scratch = np.empty(size + (iterations + GROUP) * width, pb.rows.dtype)
+    row, inverse, scaled = pointer(scratch), pointer(scratch[size:]), pointer(scratch[size + iterations * width :])
+    low, high = _share(indptr, start, stop, part, parts)
+    for v in range(low, high):
+        begin, end, own = indptr[v], indptr[v + 1], (pb.first + v) * size
+        stack_at, coef_at = (v - start) * iterations * size, (begin - indptr[start]) * stride
+        for t in range(iterations):
+            centre_at, at, share = stack_at + t * size, coef_at + 2 * t * width, pb.share if t == 0 else 0.0
+            if t > 0:
+                normalise(row, 0, centres, centre_at, inverse, t * width, channels, blocks)
+            elif pb.share == 0:
+                copy_row(centres, centre_at, rows, own, size)
+            copy_row(row, 0, rows, own, size)
+            add_messages(
+                rows,
+                ids,
+                weight,
+                has_weight,
+                begin,
+                end,
+                centres,
+                centre_at,
+                share,
+                pb.inv_tau,
+                padding,
+                coef,
+                at,
+                stride,
+                True,
+                scaled,
+                row,
+                0,
+                channels,
+                blocks,
+            )
+        own_at = (v - start) * size
+        fill(own_grad, own_at, size, 0.0)
+        copy_row(grads, stack_at + last * size, grad, v * size, size)
+        for t in range(last, -1 if through_all else last - 1, -1):
+            g_at, at = stack_at + t * size, coef_at + 2 * t * width
+            has_centre = through_all and (t > 0 or pb.share == 0)
+            add_row(own_grad, own_at, grads, g_at, size)
+            fill(row, 0, size, 0.0)
+            back_messages(
+                rows, ids, weight, has_weight, begin, end, grads, g_at, pb.inv_tau, coef, at, stride, grad_w, has_weight, has_centre, row, 0, channels, blocks
+            )
+            if has_centre and t > 0:
+                normalise_grad(row, 0, centres, g_at, inverse, t * width, grads, g_at - size, channels, blocks)
+            elif has_centre:
+                add_row(own_grad, own_at, row, 0, size)
+
+
+@_compiled
+def _scatter(
+    pb: Any,
+    skipped: int,
+    first: int,
+    start: int,
+    stop: int,
+    grads_array: Any,
+    centres_array: Any,
+    coef_array: Any,
+    own_array: Any,
+    grad_l_array: Any,
+    slices: int,
+    part: int,
+) -> None:
+    """Add, target after target and message after message, to a slice of the gradients of targets and neighbours."""
+    low, high = pb.blocks * pb.channels * part // slices, pb.blocks * pb.channels * (part + 1) // slices
+    grads, centres, coef = pointer(grads_array), pointer(centres_array), pointer(coef_array)
+    grad_l, own_grad = pointer(grad_l_array), pointer(own_array)
+    indptr, ids, channels, blocks, iterations = pb.indptr, pb.indices, pb.channels, pb.blocks, pb.iterations
+    size, width = blocks * channels * LANES, blocks * LANES
+    for v in range(start, stop):
+        stack_at = ((v - start) * iterations + skipped) * size
+        add_row(grad_l, (pb.first + v) * size + low * LANES, own_grad, (v - start) * size + low * LANES, (high - low) * LANES)
+        for e in range(indptr[v], indptr[v + 1]):
+            at = ((e - indptr[start]) * iterations + skipped) * 2 * width
+            add_neighbour_grad(grad_l, ids[e] * size, coef, at, grads, centres, stack_at, low, high, iterations - skipped, first, channels, blocks)
+
+
+@_compiled
+def _chunks(indptr: Any, max_targets: int, max_messages: int, hub_messages: int) -> Any:
+    """Runs [begin, end) of targets within both limits, and the hubs."""
+    num_targets = indptr.size - 1
+    runs, hubs = [(0, 0)][:0], [0][:0]
+    begin = 0
+    for v in range(num_targets):
+        is_hub = indptr[v + 1] - indptr[v] > hub_messages
+        if v > begin and (is_hub or v - begin == max_targets or indptr[v + 1] - indptr[begin] > max_messages):
+            runs.append((begin, v))
+            begin = v
+        if is_hub:
+            hubs.append(v)
+            begin = v + 1
+    if begin < num_targets:
+        runs.append((begin, num_targets))
+    return runs, hubs
+
+
+def _problem(
+    rows: Any, shape: torch.Size, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, iterations: int, temperature: float, self_init: bool
+) -> _Problem:
+    blocks = -(-shape[1] // LANES)
+    padding = np.zeros(blocks * LANES, rows.dtype)
+    padding[shape[1] :] = np.finfo(rows.dtype).min / 4
+    factors = np.empty(0, rows.dtype) if weight is None else weight.detach().contiguous().numpy().astype(rows.dtype, copy=False)
+    ids = indices.to(torch.int64).contiguous().numpy()
+    return _Problem(
+        rows,
+        first,
+        indptr.contiguous().numpy(),
+        ids,
+        factors,
+        padding,
+        shape[1],
+        shape[2],
+        blocks,
+        iterations,
+        1.0 / temperature,
+        HUB_MESSAGES,
+        0.0 if self_init else 1.0 / shape[1],
+    )
+
+
+def _buffer(size: int, like: Tensor) -> Any:
+    """Flat and aligned to whole cache lines, which numpy's own memory is not."""
+    return like.new_empty(size).numpy()
+
+
+def _packed(x_NKC: Tensor, unit: bool, parts: int) -> tuple[Any, Any]:
+    """Packed rows, and the inverse length of every factor when they are made unit."""
+    num_rows, num_factors, channels = x_NKC.shape
+    width = -(-num_factors // LANES) * LANES
+    out, inverse = _buffer(num_rows * width * channels, x_NKC), _buffer(num_rows * width if unit else 0, x_NKC)
+    x = x_NKC.detach().contiguous().numpy()
+    run_parts(lambda part: _pack(x, unit, out, inverse, part, parts), parts)
+    return out, inverse
+
+
+def _limits(pb: _Problem, parts: int) -> tuple[int, int]:
+    """Targets and messages per chunk within the scratch."""
+    row = pb.blocks * pb.channels * LANES * pb.rows.itemsize
+    message = 2 * pb.blocks * LANES * pb.rows.itemsize
+    room = SCRATCH_BYTES * parts // (2 * pb.iterations)
+    return max(1, room // (2 * row)), max(HUB_MESSAGES, room // message)
+
+
+def forward(
+    x_NKC: Tensor, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, iterations: int, temperature: float, self_init: bool, unit: bool = True
+) -> Tensor:
+    """The routed sums [T, K, C]; `unit` normalises the rows of x first, otherwise they are taken to be normalised."""
+    parts = num_parts()
+    rows, _ = _packed(x_NKC, unit, parts)
+    pb = _problem(rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init)
+    q_TKC = x_NKC.new_empty((indptr.numel() - 1, *x_NKC.shape[1:]))
+    out = q_TKC.numpy()
+    run_parts(lambda part: _forward(pb, out, part, parts), parts)
+    for hub in np.flatnonzero(np.diff(pb.indptr) > HUB_MESSAGES):
+        _turn(hub_forward(pb, int(hub), parts), 0, out, hub, pb.num_factors, pb.channels, False)
+    return q_TKC
+
+
+def backward(
+    grad_TKC: Tensor,
+    x_NKC: Tensor,
+    first: int,
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor | None,
+    iterations: int,
+    temperature: float,
+    self_init: bool,
+    through_all: bool,
+    unit: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x [N, K, C] and of the weights [E]; nothing is kept from the forward pass."""
+    parts = num_parts()
+    rows, inverse = _packed(x_NKC, unit, parts)
+    pb = _problem(rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init)
+    grad, grad_l, grad_w = _packed(grad_TKC, False, parts)[0], _buffer(pb.rows.size, x_NKC), np.zeros_like(pb.weight)
+    grad_l.fill(0)
+    max_targets, max_messages = _limits(pb, parts)
+    runs, hubs = _chunks(pb.indptr, max_targets, max_messages, HUB_MESSAGES)
+    if runs:
+        _run_chunks(pb, np.array(runs, np.int64), through_all, parts, x_NKC, grad, grad_l, grad_w)
+    for hub in hubs:
+        hub_backward(pb, hub, grad, through_all, parts, max_messages, grad_l, grad_w)
+    grad_x = torch.empty_like(x_NKC, memory_format=torch.contiguous_format)
+    out = grad_x.numpy()
+    run_parts(lambda part: _unpack_grad(grad_l, rows, inverse, out, part, parts), parts)
+    return grad_x, None if weight is None else torch.from_numpy(grad_w).to(weight.dtype)
+
+
+def _run_chunks(pb: _Problem, chunks: Any, through_all: bool, parts: int, like: Tensor, grad: Any, grad_l: Any, grad_w: Any) -> None:
+    """Add to grad_l and grad_w what the targets of the chunks [start, stop) contribute."""
+    targets = int((chunks[:, 1] - chunks[:, 0]).max())
+    messages = int((pb.indptr[chunks[:, 1]] - pb.indptr[chunks[:, 0]]).max())
+    width, vectors = pb.iterations * pb.blocks * LANES, pb.blocks * pb.channels
+    stack = targets * width * pb.channels
+    grads, centres, coef, own = (_buffer(count, like) for count in (stack, stack, 2 * messages * width, targets * vectors * LANES))
+    slices = min(parts, vectors)
+    skipped = 0 if through_all else pb.iterations - 1  # iterations that carry no gradient
+    first = 1 if pb.share > 0 or not through_all else 0
+    for start, stop in chunks.tolist():
+        run_parts(partial(_walk_back, pb, through_all, start, stop, grad, grads, centres, coef, own, grad_w, parts), parts)
+        run_parts(partial(_scatter, pb, skipped, first, start, stop, grads, centres, coef, own, grad_l, slices), slices)

@@ -16,6 +16,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.graph.loader import BatchLoader, BatchSource
 from cimage_dist.graph.masking import MaskedGraph, PathMasker
+from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import Hops
 from cimage_dist.types import EdgeList, SampledBatch, Topology
 
@@ -30,7 +31,7 @@ class StepBatch:
     all nodes that the losses look at.
     """
 
-    x: Tensor
+    x: Features
     edges: EdgeList
     pairs: Tensor
     num_pos: int
@@ -59,7 +60,7 @@ class FullGraphBatches:
     whole graph and share out the pairs, nodes and edges of the losses: the same experiment at any world size.
     """
 
-    def __init__(self, x: Tensor, topology: Topology, cfg: Config, comm: Comm) -> None:
+    def __init__(self, x: Features, topology: Topology, cfg: Config, comm: Comm) -> None:
         self.x, self.cfg, self.comm = x, cfg, comm
         self.masker = PathMasker(topology, cfg.mask, cfg.run.seed)
         starts = topology.num_nodes if cfg.mask.start == "node" else topology.num_edges

@@ -12,6 +12,7 @@ from cimage_dist import keyed
 from cimage_dist.config import Config
 from cimage_dist.graph.sampler import NeighbourSampler
 from cimage_dist.nn.encoder import Encoder, Encoding
+from cimage_dist.nn.features import Features
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.nn.messages import Hops
 from cimage_dist.types import EdgeList, Topology
@@ -28,7 +29,7 @@ class Embedder(Protocol):
 class FullEmbedder:
     """One exact pass over the whole graph, then the rows asked for."""
 
-    def __init__(self, x: Tensor, topology: Topology) -> None:
+    def __init__(self, x: Features, topology: Topology) -> None:
         self.x, self.topology = x, topology
 
     def __call__(self, encoder: Encoder, gids: Tensor, step: int) -> Encoding:

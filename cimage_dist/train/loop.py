@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from cimage_dist import checkpoint, keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.environment import keep_freed_memory
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.features import compact
 from cimage_dist.nn.model import CimageModel, build_model, norm_kind
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
@@ -51,13 +53,17 @@ class Trainer:
         self.device = pick_device(cfg)
         moments = graph.feature_moments() if norm_kind(cfg) == "moments" else None
         self.model = build_model(graph.num_features, cfg, moments).to(self.device, torch.get_default_dtype())
+        if cfg.resources.compile:
+            for part in (self.model.structure, self.model.factors):
+                if part is not None:
+                    part.compile()
         self.batches, self.embedder = self._data()
         self.wrapped: nn.Module = self.model
         if comm.world > 1:
             # Buffers are shared after each step (below), so that embeddings between two steps agree too; most are constant anyway.
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, broadcast_buffers=False)
         optim = cfg.optim
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
         self.refresher: Refresher | None = None
         self.scores: CIScores | None = None
@@ -69,7 +75,7 @@ class Trainer:
         cfg, rows = self.cfg, self.graph.x
         if cfg.sampler.fanouts:
             return SampledBatches(rows, self.topology, cfg, self.comm, self.device), SampledEmbedder(rows, self.topology, cfg, self.device)
-        x = self.graph.features().to(self.device, torch.get_default_dtype())
+        x = compact(self.graph.features().to(self.device, torch.get_default_dtype()))
         return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology)
 
     @property
@@ -168,6 +174,7 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
     Raises Interrupted after saving when a signal asked to stop, and UserError when a loss stops being finite (the last good
     checkpoint stays).
     """
+    keep_freed_memory()
     if cfg.resources.threads:
         torch.set_num_threads(cfg.resources.threads)
     topology, _ = training_graph(graph, cfg.data, cfg.run.seed)

@@ -24,13 +24,14 @@ def loss_terms(model: nn.Module, batch: StepBatch, cfg: Config, scores: CIScores
     use_factors = cfg.loss.factor_weight > 0 and scores is not None
     context = scores.in_context.to(batch.x.device) if scores is not None else None
     visible = ~target_factors(context, cfg.loss) if context is not None else None
-    out: ModelOutput = model(batch.x, batch.edges, batch.pairs, batch.nodes if use_factors else None, visible if use_factors else None, batch.hops)
+    with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=cfg.train.precision == "bfloat16"):
+        out: ModelOutput = model(batch.x, batch.edges, batch.pairs, batch.nodes if use_factors else None, visible if use_factors else None, batch.hops)
     cut = batch.num_pos
     weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
-    pos, neg = structure_loss(out.logits[:cut], out.logits[cut:], *weights)
+    pos, neg = structure_loss(*out.logits.to(out.z.dtype).tensor_split([cut]), *weights)
     terms = {"structure": pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)}
     if out.predicted is not None and context is not None:
-        recon = factor_loss(out.z.index_select(0, batch.nodes), out.predicted, context, cfg.loss, batch.node_weight)
+        recon = factor_loss(out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype), context, cfg.loss, batch.node_weight)
         terms["factor"] = recon.total / max(batch.global_nodes, 1)
     if cfg.loss.cluster_weight != 0:
         terms["cluster"] = _cluster_share(out.z.flatten(1), batch, comm)
@@ -63,7 +64,7 @@ def train_step(
     comm: Comm,
 ) -> dict[str, Tensor]:
     """Collective: forward, backward, clip, update, schedule. Returns this rank's shares of the terms and the gradient norm, detached."""
-    devices = [batch.x.device] if batch.x.is_cuda else []
+    devices = [batch.x.device] if batch.x.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         # Dropout is the one draw that depends on the rank: each rank drops its own copy of the rows.
         torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", step, comm.rank))

@@ -26,7 +26,7 @@ ALLOWED = {
     "losses": BASE,
     "graph": BASE | {"artifacts"},
     "checkpoint": BASE | {"artifacts"},
-    "train": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint"},
+    "train": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "environment"},
     "eval": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint"},
     "stages": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment"},
     "evaluation": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment", "stages"},

@@ -300,7 +300,7 @@ def test_an_interrupted_search_for_labels_starts_again(store_dir, small_sbm, tmp
 
 
 def test_edges_out_of_order_are_routed_like_sorted_ones(store_dir, small_sbm):
-    """The compiled routing loop wants messages sorted by target; others must take the tensor path and agree."""
+    """The compiled routing loop wants messages sorted by target; others are sorted first."""
     cfg = small_sbm_config(store_dir, *MODEL, "model.routing_grad=last")
     encoder = Trainer(cfg, small_sbm, small_sbm.topology(), Comm()).model.encoder.eval()
     edges = small_sbm.topology().edge_list()

@@ -184,3 +184,34 @@ def test_more_epochs_continue_a_finished_run(cfg, small_sbm, tmp_path):
     model, saved = stages.load_model(cfg, small_sbm)
     assert saved.step == 8
     torch.testing.assert_close(weights(model), weights(whole.model), rtol=0, atol=0)
+
+
+FACTORS = ["loss.factor_weight=0.5", "loss.cluster_weight=0.2", "ci.partition=random", "model.dropout=0"]
+
+
+def losses(cfg: Config, small_sbm: Any) -> list[float]:
+    sink = MemorySink()
+    worker(cfg, Comm(), sink, small_sbm)
+    return [record["loss"] for record in sink.records if record["kind"] == "train"]
+
+
+@pytest.mark.parametrize("fanouts", ["[]", "[3,3]"])
+def test_half_precision_activations_follow_the_single_ones(store_dir, small_sbm, fanouts):
+    common = [*small_sbm_settings(store_dir), *TINY, *FACTORS, f"sampler.fanouts={fanouts}", "sampler.batch_edges=64", "train.epochs=2"]
+    full, half = (losses(load_config(overrides=[*common, f"train.precision={name}"]), small_sbm) for name in ("float32", "bfloat16"))
+    assert full != half
+    np.testing.assert_allclose(half, full, rtol=0.05)  # numbers of 8 bits
+
+
+@pytest.mark.slow
+def test_compiled_decoders_train_the_same(store_dir, small_sbm):
+    """Slow: the compiler of the system translates the decoders."""
+    common = [*small_sbm_settings(store_dir), *TINY, *FACTORS]
+    plain, compiled = (losses(load_config(overrides=[*common, f"resources.compile={flag}"]), small_sbm) for flag in ("false", "true"))
+    np.testing.assert_allclose(compiled, plain, rtol=1e-4)
+
+
+def test_both_routing_backends_train_the_same(store_dir, small_sbm):
+    common = [*small_sbm_settings(store_dir), *TINY, *FACTORS]
+    fused, reference = (losses(load_config(overrides=[*common, f"model.routing_backend={name}"]), small_sbm) for name in ("fused", "reference"))
+    np.testing.assert_allclose(fused, reference, rtol=1e-4)

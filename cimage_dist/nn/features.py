@@ -1,0 +1,55 @@
+"""Input features, dense or sparse: bag-of-words rows are about 1 % full, and the first layer need not multiply the zeros.
+
+Shapes: N nodes, F features, D outputs, Z non-zero entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from cimage_dist.nn.dropout import dropout as drop
+from cimage_dist.nn.messages import weighted_sum
+
+_SPARSE_BELOW = 0.1  # share of non-zeros; above it the dense product is faster on a CPU
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """The non-zero entries of a matrix [N, F], row by row: `row` and `column` int64 [Z], `value` [Z]."""
+
+    row: Tensor
+    column: Tensor
+    value: Tensor
+    shape: tuple[int, int]
+
+    @property
+    def device(self) -> torch.device:
+        return self.value.device
+
+    def to(self, dtype: torch.dtype) -> SparseRows:
+        return replace(self, value=self.value.to(dtype))
+
+
+Features: TypeAlias = Tensor | SparseRows
+
+
+def compact(x_NF: Tensor) -> Features:
+    """Sparse where that is faster: on the CPU, with few non-zeros."""
+    if x_NF.device.type != "cpu" or not x_NF.numel() or int(torch.count_nonzero(x_NF)) > _SPARSE_BELOW * x_NF.numel():
+        return x_NF
+    row, column = x_NF.nonzero(as_tuple=True)
+    return SparseRows(row, column, x_NF[row, column], (x_NF.shape[0], x_NF.shape[1]))
+
+
+def project_rows(x: Features, linear: nn.Linear, dropout: float, training: bool) -> Tensor:
+    """W dropout(x) + b, [N, D]. Dropout of a zero changes nothing, so sparse rows draw for their entries only."""
+    if isinstance(x, Tensor):
+        out: Tensor = linear(drop(x, dropout, training))
+        return out
+    value = drop(x.value, dropout, training)
+    base = linear.bias.expand(x.shape[0], -1)
+    return weighted_sum(base, linear.weight.t(), value, x.column, x.row)
