@@ -19,6 +19,7 @@ _RIDGE = 1e-3
 _NUM_RANDOM = 4
 _MIN_BLOCK = 4  # the unbiased estimate divides by B - 3
 _CHUNK = 512
+_MAX_ROWS = 4096  # a keyed sample of that size is enough to look at, and bounds the cost of looking
 
 
 def describe_partition(
@@ -33,7 +34,8 @@ def describe_partition(
     seed: int = 0,
     comm: Comm | None = None,
 ) -> dict[str, float]:
-    """Collective: the diagnostics of a partition over the union of all ranks' rows, computed on rank 0 and the same on every rank.
+    """Collective: the diagnostics of a partition over the union of all ranks' rows, computed on rank 0 and the same on every rank; of
+    more than 4,096 rows a keyed sample is taken.
 
     Keys: `ci/f1_size`, `ci/lam`, `ci/sigma2`, `ci/num_solves`; `ci/jaccard` with the previous partition (1 without one);
     `ci/variance/<k>` per factor and `ci/variance_f2_min`, the collapse alarm; `ci/hsic_given_labels` and `ci/hsic_random`
@@ -45,8 +47,9 @@ def describe_partition(
     sample = gather_sample(h.flatten(1), labels, gids, comm)
     out: dict[str, float] = {}
     if comm.is_main:
-        rows = sample.x.to(torch.float64).view(-1, num_factors, width)
-        out = _describe(rows, sample.labels, sample.gids, scores, previous, block_size, repeats, seed)
+        chosen = torch.argsort(keyed.bits(keyed.stream(seed, "diagnostics", 2), sample.gids))[:_MAX_ROWS].sort().values
+        rows = sample.x[chosen].to(torch.float64).view(-1, num_factors, width)
+        out = _describe(rows, sample.labels[chosen], sample.gids[chosen], scores, previous, block_size, repeats, seed)
     return comm.broadcast_object(out)
 
 

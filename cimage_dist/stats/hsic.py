@@ -17,6 +17,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.stats.kernels import NORM_EPS, centred_delta, centred_gaussian, packed_size
 
 _CHUNK_BYTES = 16 << 20  # of packed kernels at a time: bounds memory whatever n is; smaller chunks pay in thread synchronisation
+_GROUP_BLOCKS = 16  # of block_statistics: 7 MB of packed kernels in single precision at D = 512
 _PANEL = 128  # columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512
 _STD_EPS = 1e-19
 _ROWS = 4096
@@ -92,15 +93,16 @@ def block_statistics(
     block_size: int = 20,
     repeats: int = 3,
     block_classes: int | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     comm: Comm | None = None,
 ) -> HsicStats:
     """Collective: the HSIC statistics of the union of all ranks' rows.
 
     `G = (1/nb) Σ KᵀK`, `b = (1/nb) Σ Kᵀl`, `y2 = (1/nb) Σ lᵀl` over blocks, K and l the centred unit-norm kernels (§6.3), features divided by
-    their standard deviation over the whole sample (ddof 0). Each rank takes every W-th block; one all-reduce of D² + D + 2 doubles.
-    Shapes: features [n_local, D], labels and gids int64 [n_local]; n_local may be 0. `dtype` float32 computes kernels and products in
-    single precision and adds chunks in double.
+    their standard deviation over the whole sample (ddof 0). One all-reduce of D² + D + 2 doubles.
+    Kernels and their products are computed in the features' precision (or `dtype`) for a fixed number of blocks at a time, whose sums are added in
+    double: each rank takes every W-th such group, so a group's sum does not depend on W.
+    Shapes: features [n_local, D], labels and gids int64 [n_local]; n_local may be 0.
     """
     comm = comm or Comm()
     sample = gather_sample(features, labels, gids, comm)
@@ -114,8 +116,8 @@ def block_statistics(
     gram, cross, scalars = local[: width * width].view(width, width), local[width * width : -2], local[-2:]
     if num_nonfinite == 0:
         mean, scale = _moments(sample.x)
-        mine = blocks[comm.rank :: comm.world]
-        for index in mine.split(_chunk_blocks(block_size, width, dtype)):
+        dtype = dtype or (torch.float64 if sample.x.dtype == torch.float64 else torch.float32)
+        for index in blocks.split(_GROUP_BLOCKS)[comm.rank :: comm.world]:
             packed, _ = centred_gaussian(_standardised(sample.x, index, mean, scale, dtype))
             label_packed, label_norm = centred_delta(sample.labels[index])
             flat = packed.view(-1, width)
