@@ -85,6 +85,7 @@ STREAM = {
             "refresh-neighbours",
             "refresh-sample",
             "initial-labels",
+            "rdgae",
         ),
         start=1,
     )

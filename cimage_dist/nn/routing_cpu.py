@@ -1,15 +1,13 @@
 """Routing on the CPU, compiled: all iterations of a target run in cache, nothing of size messages x width is made (§2).
 
-Targets are independent, so they are shared out among threads. The backward pass works through the targets in chunks of bounded scratch:
-first every target of the chunk repeats its iterations and leaves g_t, q_t and the coefficients of its messages; then each thread adds,
-message after message, its own slice of the channels to the neighbours' gradients. No two threads write the same number and every sum has
-one order, so the bits depend neither on the run nor on the number of threads. A target with more messages than a chunk holds
-is a hub: its messages are shared out among the threads in blocks, whose sums are added in order.
+Targets are independent, so they are shared out among threads. In the backward pass a target repeats its iterations, walks back through them, and
+adds to the gradients of its neighbours while everything is in cache; each thread has a gradient of its own to add to, and these are summed
+in order at the end. No two threads write the same number and every sum has one order, so the same number of threads gives the same bits.
+A target with very many messages is a hub: its messages are shared out among the threads in blocks, whose sums are added in order.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -23,8 +21,8 @@ from cimage_dist.nn.routing_loops import add_neighbour_grad, add_row, copy_row, 
 from cimage_dist.nn.routing_passes import GROUP, add_messages, back_messages
 from cimage_dist.nn.simd import LANES, load, pointer, store, transpose
 
-SCRATCH_BYTES = 4 << 20  # of a chunk, for each thread
-HUB_MESSAGES = 4096  # a target with more is a hub; a number of its own, so that no sum depends on the size of the chunks
+HUB_MESSAGES = 4096  # a target with more is a hub
+GRADIENT_BYTES = 2 << 30  # of the threads' gradients together; with fewer than threads, fewer threads walk back
 _compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
 
@@ -103,16 +101,20 @@ def _pack(x_NKC: Any, unit: bool, out: Any, inverse: Any, part: int, parts: int)
 
 
 @_compiled
-def _unpack_grad(grad: Any, rows: Any, inverse: Any, out_NKC: Any, part: int, parts: int) -> None:
-    """A part of the gradient of l, packed (and overwritten), to that of x where l = x / max(‖x‖, ε); `inverse` is empty where l = x."""
+def _unpack_grad(grads: Any, rows: Any, inverse: Any, out_NKC: Any, part: int, parts: int) -> None:
+    """A part of the rows of the gradient of l, the sum of `grads` (packed, and overwritten), to that of x where l = x / max(‖x‖, ε); `inverse`
+    is empty where l = x.
+    """
     num_rows, num_factors, channels = out_NKC.shape
     blocks = -(-num_factors // LANES)
     size, width = blocks * channels * LANES, blocks * LANES
     for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
-        at = row * size
+        at, grad = row * size, pointer(grads[0])
+        for other in range(1, grads.shape[0]):
+            add_row(grad, at, pointer(grads[other]), at, size)
         if inverse.size:
-            normalise_grad(pointer(grad), at, pointer(rows), at, pointer(inverse), row * width, pointer(grad), at, channels, blocks)
-        _turn(grad, row, out_NKC, row, num_factors, channels, False)
+            normalise_grad(grad, at, pointer(rows), at, pointer(inverse), row * width, grad, at, channels, blocks)
+        _turn(grads[0], row, out_NKC, row, num_factors, channels, False)
 
 
 @_compiled
@@ -164,127 +166,60 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
 
 
 @_compiled
-def _walk_back(
-    pb: Any,
-    through_all: bool,
-    start: int,
-    stop: int,
-    grad_array: Any,
-    grads_array: Any,
-    centres_array: Any,
-    coef_array: Any,
-    own_array: Any,
-    grad_w_array: Any,
-    parts: int,
-    part: int,
-) -> None:
-    """Every target of a part of the chunk [start, stop) repeats its iterations, then walks back: it leaves its stacks of g_t and q_t, the
-    coefficients of its messages, and what it adds to the gradient of its own row.
-    """
+def _walk_back(pb: Any, through_all: bool, grad_array: Any, grad_l_array: Any, grad_w_array: Any, parts: int, part: int) -> None:
+    """What the targets of a part that are no hubs add to the gradients of rows and weights: each repeats its iterations, then walks back."""
     rows, ids, weight, padding = pointer(pb.rows), pointer(pb.indices), pointer(pb.weight), pointer(pb.padding)
-    grads, centres, coef = pointer(grads_array), pointer(centres_array), pointer(coef_array)
-    grad, own_grad, grad_w = pointer(grad_array), pointer(own_array), pointer(grad_w_array)
+    grad, grad_l, grad_w = pointer(grad_array), pointer(grad_l_array), pointer(grad_w_array)
     indptr, channels, blocks, iterations, has_weight = pb.indptr, pb.channels, pb.blocks, pb.iterations, pb.weight.size > 0
     size, width = blocks * channels * LANES, blocks * LANES
     stride, last = 2 * iterations * width, iterations - 1
-    scratch = np.empty(size + (iterations + GROUP) * width, pb.rows.dtype)
-    row, inverse, scaled = pointer(scratch), pointer(scratch[size:]), pointer(scratch[size + iterations * width :])
-    low, high = _share(indptr, start, stop, part, parts)
+    skipped = 0 if through_all else last  # iterations that carry no gradient
+    first = 1 if pb.share > 0 or not through_all else 0
+    fill(grad_l, 0, grad_l_array.size, 0.0)
+    low, high = _share(indptr, 0, indptr.size - 1, part, parts)
+    most = 0
+    for v in range(low, high):
+        degree = indptr[v + 1] - indptr[v]
+        if degree <= pb.hub_messages:
+            most = max(most, degree)
+    scratch = np.empty((2 * iterations + 1) * size + (iterations + GROUP) * width, pb.rows.dtype)
+    coef_array = np.empty(most * stride, pb.rows.dtype)
+    grads, centres, row = pointer(scratch), pointer(scratch[iterations * size :]), pointer(scratch[2 * iterations * size :])
+    inverse, scaled = pointer(scratch[(2 * iterations + 1) * size :]), pointer(scratch[(2 * iterations + 1) * size + iterations * width :])
+    coef = pointer(coef_array)
     for v in range(low, high):
         begin, end, own = indptr[v], indptr[v + 1], (pb.first + v) * size
-        stack_at, coef_at = (v - start) * iterations * size, (begin - indptr[start]) * stride
+        if end - begin > pb.hub_messages:
+            continue
         for t in range(iterations):
-            centre_at, at, share = stack_at + t * size, coef_at + 2 * t * width, pb.share if t == 0 else 0.0
+            share = pb.share if t == 0 else 0.0
             if t > 0:
-                normalise(row, 0, centres, centre_at, inverse, t * width, channels, blocks)
+                normalise(row, 0, centres, t * size, inverse, t * width, channels, blocks)
             elif pb.share == 0:
-                copy_row(centres, centre_at, rows, own, size)
+                copy_row(centres, 0, rows, own, size)
             copy_row(row, 0, rows, own, size)
             add_messages(
-                rows,
-                ids,
-                weight,
-                has_weight,
-                begin,
-                end,
-                centres,
-                centre_at,
-                share,
-                pb.inv_tau,
-                padding,
-                coef,
-                at,
-                stride,
-                True,
-                scaled,
-                row,
-                0,
-                channels,
-                blocks,
-            )
-        own_at = (v - start) * size
-        fill(own_grad, own_at, size, 0.0)
-        copy_row(grads, stack_at + last * size, grad, v * size, size)
-        for t in range(last, -1 if through_all else last - 1, -1):
-            g_at, at = stack_at + t * size, coef_at + 2 * t * width
+                rows, ids, weight, has_weight, begin, end, centres, t * size, share, pb.inv_tau, padding,
+                coef, 2 * t * width, stride, True, scaled, row, 0, channels, blocks,
+            )  # fmt: skip
+        copy_row(grads, last * size, grad, v * size, size)
+        for t in range(last, skipped - 1, -1):
             has_centre = through_all and (t > 0 or pb.share == 0)
-            add_row(own_grad, own_at, grads, g_at, size)
+            add_row(grad_l, own, grads, t * size, size)
             fill(row, 0, size, 0.0)
             back_messages(
-                rows, ids, weight, has_weight, begin, end, grads, g_at, pb.inv_tau, coef, at, stride, grad_w, has_weight, has_centre, row, 0, channels, blocks
-            )
+                rows, ids, weight, has_weight, begin, end, grads, t * size, pb.inv_tau,
+                coef, 2 * t * width, stride, grad_w, has_weight, has_centre, row, 0, channels, blocks,
+            )  # fmt: skip
             if has_centre and t > 0:
-                normalise_grad(row, 0, centres, g_at, inverse, t * width, grads, g_at - size, channels, blocks)
+                normalise_grad(row, 0, centres, t * size, inverse, t * width, grads, (t - 1) * size, channels, blocks)
             elif has_centre:
-                add_row(own_grad, own_at, row, 0, size)
-
-
-@_compiled
-def _scatter(
-    pb: Any,
-    skipped: int,
-    first: int,
-    start: int,
-    stop: int,
-    grads_array: Any,
-    centres_array: Any,
-    coef_array: Any,
-    own_array: Any,
-    grad_l_array: Any,
-    slices: int,
-    part: int,
-) -> None:
-    """Add, target after target and message after message, to a slice of the gradients of targets and neighbours."""
-    low, high = pb.blocks * pb.channels * part // slices, pb.blocks * pb.channels * (part + 1) // slices
-    grads, centres, coef = pointer(grads_array), pointer(centres_array), pointer(coef_array)
-    grad_l, own_grad = pointer(grad_l_array), pointer(own_array)
-    indptr, ids, channels, blocks, iterations = pb.indptr, pb.indices, pb.channels, pb.blocks, pb.iterations
-    size, width = blocks * channels * LANES, blocks * LANES
-    for v in range(start, stop):
-        stack_at = ((v - start) * iterations + skipped) * size
-        add_row(grad_l, (pb.first + v) * size + low * LANES, own_grad, (v - start) * size + low * LANES, (high - low) * LANES)
-        for e in range(indptr[v], indptr[v + 1]):
-            at = ((e - indptr[start]) * iterations + skipped) * 2 * width
-            add_neighbour_grad(grad_l, ids[e] * size, coef, at, grads, centres, stack_at, low, high, iterations - skipped, first, channels, blocks)
-
-
-@_compiled
-def _chunks(indptr: Any, max_targets: int, max_messages: int, hub_messages: int) -> Any:
-    """Runs [begin, end) of targets within both limits, and the hubs."""
-    num_targets = indptr.size - 1
-    runs, hubs = [(0, 0)][:0], [0][:0]
-    begin = 0
-    for v in range(num_targets):
-        is_hub = indptr[v + 1] - indptr[v] > hub_messages
-        if v > begin and (is_hub or v - begin == max_targets or indptr[v + 1] - indptr[begin] > max_messages):
-            runs.append((begin, v))
-            begin = v
-        if is_hub:
-            hubs.append(v)
-            begin = v + 1
-    if begin < num_targets:
-        runs.append((begin, num_targets))
-    return runs, hubs
+                add_row(grad_l, own, row, 0, size)
+        for e in range(begin, end):
+            at = (e - begin) * stride + 2 * skipped * width
+            add_neighbour_grad(
+                grad_l, ids[e] * size, coef, at, grads, centres, skipped * size, 0, blocks * channels, iterations - skipped, first, channels, blocks
+            )
 
 
 def _problem(
@@ -327,14 +262,6 @@ def _packed(x_NKC: Tensor, unit: bool, parts: int) -> tuple[Any, Any]:
     return out, inverse
 
 
-def _limits(pb: _Problem, parts: int) -> tuple[int, int]:
-    """Targets and messages per chunk within the scratch."""
-    row = pb.blocks * pb.channels * LANES * pb.rows.itemsize
-    message = 2 * pb.blocks * LANES * pb.rows.itemsize
-    room = SCRATCH_BYTES * parts // (2 * pb.iterations)
-    return max(1, room // (2 * row)), max(HUB_MESSAGES, room // message)
-
-
 def forward(
     x_NKC: Tensor, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, iterations: int, temperature: float, self_init: bool, unit: bool = True
 ) -> Tensor:
@@ -364,33 +291,18 @@ def backward(
     unit: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x [N, K, C] and of the weights [E]; nothing is kept from the forward pass."""
-    parts = num_parts()
-    rows, inverse = _packed(x_NKC, unit, parts)
+    threads = num_parts()
+    rows, inverse = _packed(x_NKC, unit, threads)
     pb = _problem(rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init)
-    grad, grad_l, grad_w = _packed(grad_TKC, False, parts)[0], _buffer(pb.rows.size, x_NKC), np.zeros_like(pb.weight)
-    grad_l.fill(0)
-    max_targets, max_messages = _limits(pb, parts)
-    runs, hubs = _chunks(pb.indptr, max_targets, max_messages, HUB_MESSAGES)
-    if runs:
-        _run_chunks(pb, np.array(runs, np.int64), through_all, parts, x_NKC, grad, grad_l, grad_w)
-    for hub in hubs:
-        hub_backward(pb, hub, grad, through_all, parts, max_messages, grad_l, grad_w)
+    grad, _ = _packed(grad_TKC, False, threads)
+    grad_w = np.zeros_like(pb.weight)
+    # As many gradients to add to as there are threads, unless they would take too much room.
+    parts = max(1, min(threads, GRADIENT_BYTES // max(rows.nbytes, 1)))
+    grad_l = _buffer(parts * rows.size, x_NKC).reshape(parts, rows.size)
+    run_parts(lambda part: _walk_back(pb, through_all, grad, grad_l[part], grad_w, parts, part), parts)
+    for hub in np.flatnonzero(np.diff(pb.indptr) > HUB_MESSAGES):
+        hub_backward(pb, int(hub), grad, through_all, threads, HUB_MESSAGES, grad_l[0], grad_w)
     grad_x = torch.empty_like(x_NKC, memory_format=torch.contiguous_format)
     out = grad_x.numpy()
-    run_parts(lambda part: _unpack_grad(grad_l, rows, inverse, out, part, parts), parts)
+    run_parts(lambda part: _unpack_grad(grad_l, rows, inverse, out, part, threads), threads)
     return grad_x, None if weight is None else torch.from_numpy(grad_w).to(weight.dtype)
-
-
-def _run_chunks(pb: _Problem, chunks: Any, through_all: bool, parts: int, like: Tensor, grad: Any, grad_l: Any, grad_w: Any) -> None:
-    """Add to grad_l and grad_w what the targets of the chunks [start, stop) contribute."""
-    targets = int((chunks[:, 1] - chunks[:, 0]).max())
-    messages = int((pb.indptr[chunks[:, 1]] - pb.indptr[chunks[:, 0]]).max())
-    width, vectors = pb.iterations * pb.blocks * LANES, pb.blocks * pb.channels
-    stack = targets * width * pb.channels
-    grads, centres, coef, own = (_buffer(count, like) for count in (stack, stack, 2 * messages * width, targets * vectors * LANES))
-    slices = min(parts, vectors)
-    skipped = 0 if through_all else pb.iterations - 1  # iterations that carry no gradient
-    first = 1 if pb.share > 0 or not through_all else 0
-    for start, stop in chunks.tolist():
-        run_parts(partial(_walk_back, pb, through_all, start, stop, grad, grads, centres, coef, own, grad_w, parts), parts)
-        run_parts(partial(_scatter, pb, skipped, first, start, stop, grads, centres, coef, own, grad_l, slices), slices)

@@ -51,7 +51,8 @@ def test_random_graphs_equal_the_dense_loop(n, pairs, k, c, t, seed):
     x = torch.randn(n, k, c, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     x[0] = 0  # a zero row stays finite
     got = route(x, topology.edge_list(), t)
-    torch.testing.assert_close(got, dense_route(x, topology, t, 1.0, "uniform", False), rtol=0, atol=1e-12)
+    # Normalising a sum that nearly cancels amplifies its rounding.
+    torch.testing.assert_close(got, dense_route(x, topology, t, 1.0, "uniform", False), rtol=0, atol=1e-10)
 
 
 def test_assignments_sum_to_one_over_factors():

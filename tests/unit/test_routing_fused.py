@@ -86,14 +86,13 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], case: Case) -
 )
 def test_random_graphs_agree_with_the_reference(n, targets, messages, k, c, iterations, temperature, init, grad, is_weighted, has_hubs, id_type, seed):
     case = make(n, targets, messages, k, c, seed, is_weighted=is_weighted, id_type=id_type)
-    old = routing_cpu.HUB_MESSAGES, routing_cpu.SCRATCH_BYTES
+    old = routing_cpu.HUB_MESSAGES
     try:
         if has_hubs:
-            # Several chunks, and every target of more than three messages a hub.
-            routing_cpu.HUB_MESSAGES, routing_cpu.SCRATCH_BYTES = 3, 1 << 12
+            routing_cpu.HUB_MESSAGES = 3
         got = outcome(case, "fused", iterations, temperature, init, grad)
     finally:
-        routing_cpu.HUB_MESSAGES, routing_cpu.SCRATCH_BYTES = old
+        routing_cpu.HUB_MESSAGES = old
     want = outcome(case, "reference", iterations, temperature, init, grad)
     if temperature < 0.1:
         # Nearly hard assignments amplify rounding by 1/τ for each iteration; the values still have to be finite.
@@ -141,19 +140,22 @@ def test_inputs_that_are_not_contiguous():
     torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max()))
 
 
-def test_bits_depend_neither_on_the_run_nor_on_threads_nor_on_chunks(monkeypatch):
+@pytest.mark.parametrize("room", [routing_cpu.GRADIENT_BYTES, 1 << 18])
+def test_the_same_threads_give_the_same_bits(monkeypatch, room):
+    """Two gradients of 2 x 300 x 16 x 8 numbers fit into the second room, three do not."""
     case = make(300, 300, 4000, 16, 8, seed=4, dtype=torch.float32, is_weighted=True)
     monkeypatch.setattr(routing_cpu, "HUB_MESSAGES", 700)  # the busiest target is a hub of several blocks
-    results, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(routing_cpu, "GRADIENT_BYTES", room)
+    want, threads = outcome(case, "reference", 4), torch.get_num_threads()
     try:
-        for count, scratch in ((1, 4 << 20), (1, 1 << 14), (2, 4 << 20), (2, 1 << 14), (3, 1 << 15), (3, 1 << 15)):
+        for count in (1, 2, 3):
             torch.set_num_threads(count)
-            monkeypatch.setattr(routing_cpu, "SCRATCH_BYTES", scratch)
-            results.append(outcome(case, "fused", 4))
+            results = [outcome(case, "fused", 4) for _ in range(3)]
+            for other in results[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+            assert_same(results[0], want, case)
     finally:
         torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_half_precision_is_storage_only():
