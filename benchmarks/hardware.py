@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 
 from cimage_dist import environment
+from cimage_dist.nn.parts import num_parts, run_parts
+from cimage_dist.nn.simd import LANES, add, lane_sum, load, pointer, spread
 
 
 def facts(threads: int) -> dict[str, Any]:
@@ -55,13 +58,21 @@ def memory_gbytes() -> float:
     return 2 * source.numel() * 4 / best_seconds(lambda: target.copy_(source), 3) / 1e9
 
 
+@numba.njit(nogil=True)
+def _read(x: Any, repeats: int) -> Any:
+    """Sum all numbers again and again, four vectors at a time."""
+    data = pointer(x)
+    a = b = c = d = spread(data, 0)
+    for _ in range(repeats):
+        for i in range(0, x.size, 4 * LANES):
+            a, b = add(a, load(data, i)), add(b, load(data, i + LANES))
+            c, d = add(c, load(data, i + 2 * LANES)), add(d, load(data, i + 3 * LANES))
+    return lane_sum(add(add(a, b), add(c, d)))
+
+
 def cache_gbytes() -> float:
-    """Read bandwidth within the cache a core has to itself: the sum of 256 KB per thread, over and over."""
-    x = torch.randn((1 << 16) * torch.get_num_threads())
-    repeats = 2000
-
-    def call() -> None:
-        for _ in range(repeats):
-            x.sum()
-
-    return repeats * x.numel() * 4 / best_seconds(call, 3) / 1e9
+    """Read bandwidth of all threads, each from 128 KB of its own: the cache that holds a target's neighbourhood."""
+    parts, repeats = num_parts(), 4000
+    rows = [torch.randn(1 << 15).numpy() for _ in range(parts)]
+    seconds = best_seconds(lambda: run_parts(lambda part: _read(rows[part], repeats), parts), 3)
+    return parts * repeats * rows[0].nbytes / seconds / 1e9

@@ -17,7 +17,8 @@ OPTIONAL = {
     "torch-sparse": ("torch_sparse", "alternative neighbour sampling", "pip install 'cimage-dist[sparse]' (compiles for minutes)"),
     "ogb": ("ogb", "download of ogbn-* datasets and their evaluators", "pip install 'cimage-dist[ogb]'"),
     "optuna": ("optuna", "Bayesian search in sweeps", "pip install 'cimage-dist[tune]'"),
-    "numba": ("numba", "compiled sampling and solver loops", "pip install numba"),
+    "numba": ("numba", "compiled sampling and routing loops on a CPU", "pip install numba"),
+    "triton": ("triton", "fused routing on a GPU", "comes with CUDA builds of torch; pip install 'cimage-dist[gpu]'"),
 }
 
 
