@@ -89,9 +89,13 @@ def spread(values: list[float | None]) -> str:
     return f"{np.mean(known):.2f} ± {np.std(known):.2f}" if known else "-"
 
 
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / name).glob("seed-*.json"))]
+
+
 def table(name: str) -> list[str]:
     """One row per method: controls, then ours; mean ± population standard deviation over seeds."""
-    results: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted((RESULTS / name).glob("seed-*.json"))]
+    results = read(name)
     rows = {control: [r["controls"].get(control, {}) for r in results] for control in results[0]["controls"]}
     rows["**CIMAGE**"] = results
     columns = {label: key for label, key in COLUMNS.items() if any((r.get(key[0]) or {}).get(key[1]) is not None for r in results)}
@@ -111,9 +115,19 @@ def table(name: str) -> list[str]:
     return [*lines, ""]
 
 
+def overview(names: list[str]) -> list[str]:
+    """All tables at a glance: the rows of our own method."""
+    lines = ["### All at a glance", "", f"| | seeds | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
+    for name in names:
+        results = read(name)
+        cells = [spread([(result.get(group) or {}).get(key) for result in results]) for group, key in COLUMNS.values()]
+        lines.append(f"| {name} | {len(results)} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def tables() -> str:
     names = sorted(path.name for path in RESULTS.iterdir() if any(path.glob("seed-*.json"))) if RESULTS.is_dir() else []
-    lines = [line for name in names for line in table(name)]
+    lines = overview(names) + [line for name in names for line in table(name)]
     if names:
         first = json.loads(next((RESULTS / names[0]).glob("seed-*.json")).read_text())["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in first["packages"].items() if version)

@@ -160,7 +160,10 @@ class LossConfig:
 
 @dataclass
 class ClusterConfig:
-    init: Literal["selfkmeans", "file"] = opt("selfkmeans", "initial labels: k-means on an encoder trained with the edge loss alone, or from a file")
+    init: Literal["selfkmeans", "rdgae", "dinknet", "propagated", "auto", "file"] = opt(
+        "selfkmeans",
+        "initial labels: k-means on an encoder trained with the edge loss alone, R-DGAE, Dink-Net, k-means on smoothed features, by size, or a file",
+    )
     labels_path: Optional[str] = opt(None, "with init=file: a .npy of one integer per node (-1: none), or .npz with `labels` and `confidence`")
     num_clusters: Optional[int] = opt(None, "number of clusters; unset: the graph's number of classes")
     init_epochs: int = opt(30, "epochs of the edge-only training of selfkmeans")

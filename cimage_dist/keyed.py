@@ -86,6 +86,7 @@ STREAM = {
             "refresh-sample",
             "initial-labels",
             "rdgae",
+            "dinknet",
         ),
         start=1,
     )

@@ -6,7 +6,7 @@ Shapes: N nodes, F features, H hidden, D width of the embedding, C clusters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +72,31 @@ def rdgae_labels(
         raise UserError(f"R-DGAE: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. Choose between 2 and the number of nodes.")
     if x.shape[0] != topology.num_nodes:
         raise UserError(f"R-DGAE: features of {x.shape[0]} nodes were given for a graph of {topology.num_nodes} nodes.")
-    run = _Run(x, topology, settings, seed, comm or Comm(), tick)
+    run = _Run(restored_counts(x), topology, settings, seed, comm or Comm(), tick)
     run.pretrain()
     q_NC = run.cluster(num_clusters).to(torch.float64)
     best, second = q_NC.topk(2, dim=1).values.unbind(1)
     return q_NC.argmax(1).cpu(), (best - second).cpu()
+
+
+def restored_counts(x: Features) -> Features:
+    """Row-normalised words (§13) as they were before: where all rows sum to 1, each is divided by its largest entry. Other features stay as given.
+
+    The auto-encoder wants raw bags of words (§9): on normalised rows its embedding stays near zero and the clusters collapse.
+    """
+    if isinstance(x, Tensor):
+        sums, largest = x.sum(1), x.amax(1)
+        is_normalised = bool((x >= 0).all()) and _are_ones(sums)
+        return x / torch.where(sums > 0, largest, 1.0)[:, None] if is_normalised else x
+    sums = x.value.new_zeros(x.shape[0]).index_add_(0, x.row, x.value)
+    largest = torch.zeros_like(sums).scatter_reduce_(0, x.row, x.value, "amax")
+    is_normalised = bool((x.value >= 0).all()) and _are_ones(sums)
+    return replace(x, value=x.value / largest[x.row]) if is_normalised else x
+
+
+def _are_ones(sums: Tensor) -> bool:
+    """Sums of rows, up to the rounding of half-precision features; empty rows do not count."""
+    return bool(((sums == 0) | ((sums - 1).abs() < 1e-2)).all()) and bool((sums > 0).any())
 
 
 class Encoder(nn.Module):

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from cimage_dist.nn.parts import num_parts, run_parts
 from cimage_dist.nn.routing_hub import hub_backward, hub_forward
-from cimage_dist.nn.routing_loops import add_neighbour_grad, add_row, copy_row, fill, make_unit, normalise, normalise_grad
+from cimage_dist.nn.routing_layout import aligned, pack, turn, unpack_grad
+from cimage_dist.nn.routing_loops import add_neighbour_grad, add_row, copy_row, fill, normalise, normalise_grad
 from cimage_dist.nn.routing_passes import GROUP, add_messages, back_messages
-from cimage_dist.nn.simd import LANES, load, pointer, store, transpose
+from cimage_dist.nn.simd import LANES, pointer
 
 HUB_MESSAGES = 4096  # a target with more is a hub
 GRADIENT_BYTES = 2 << 30  # of the threads' gradients together; with fewer than threads, fewer threads walk back
@@ -45,97 +46,18 @@ class _Problem(NamedTuple):
 
 
 @_compiled
-def _turn(source_array: Any, source_row: int, target_array: Any, target_row: int, num_factors: int, channels: int, packs: bool) -> None:
-    """One row from [K, C] to [K / LANES, C, LANES] (`packs`), or back."""
-    source, target = pointer(source_array), pointer(target_array)
-    blocks = -(-num_factors // LANES)
-    plain_row, packed_row = (source_row, target_row) if packs else (target_row, source_row)
-    plain, packed = plain_row * num_factors * channels, packed_row * blocks * channels * LANES
-    whole = channels // LANES * LANES
-    for block in range(num_factors // LANES):
-        a, b = plain + block * LANES * channels, packed + block * channels * LANES
-        for c in range(0, whole, LANES):
-            i, j, step = (a + c, b + c * LANES, channels) if packs else (b + c * LANES, a + c, LANES)
-            n = LANES if packs else channels
-            r = transpose(
-                (
-                    load(source, i),
-                    load(source, i + step),
-                    load(source, i + 2 * step),
-                    load(source, i + 3 * step),
-                    load(source, i + 4 * step),
-                    load(source, i + 5 * step),
-                    load(source, i + 6 * step),
-                    load(source, i + 7 * step),
-                )
-            )
-            store(target, j, r[0])
-            store(target, j + n, r[1])
-            store(target, j + 2 * n, r[2])
-            store(target, j + 3 * n, r[3])
-            store(target, j + 4 * n, r[4])
-            store(target, j + 5 * n, r[5])
-            store(target, j + 6 * n, r[6])
-            store(target, j + 7 * n, r[7])
-    for k in range(num_factors):
-        for c in range(whole if k < num_factors // LANES * LANES else 0, channels):
-            i, j = plain + k * channels + c, packed + ((k // LANES) * channels + c) * LANES + k % LANES
-            if packs:
-                target[j] = source[i]
-            else:
-                target[i] = source[j]
-
-
-@_compiled
-def _pack(x_NKC: Any, unit: bool, out: Any, inverse: Any, part: int, parts: int) -> None:
-    """A part of the rows to the packed layout; with `unit` each factor divided by max(‖x‖, ε), and by what it was multiplied."""
-    num_rows, num_factors, channels = x_NKC.shape
-    blocks = -(-num_factors // LANES)
-    size, width = blocks * channels * LANES, blocks * LANES
-    for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
-        if num_factors % LANES:
-            fill(pointer(out), row * size, size, 0.0)
-        _turn(x_NKC, row, out, row, num_factors, channels, True)
-        if unit:
-            make_unit(pointer(out), row * size, pointer(inverse), row * width, channels, blocks)
-
-
-@_compiled
-def _unpack_grad(grads: Any, rows: Any, inverse: Any, out_NKC: Any, part: int, parts: int) -> None:
-    """A part of the rows of the gradient of l, the sum of `grads` (packed, and overwritten), to that of x where l = x / max(‖x‖, ε); `inverse`
-    is empty where l = x.
-    """
-    num_rows, num_factors, channels = out_NKC.shape
-    blocks = -(-num_factors // LANES)
-    size, width = blocks * channels * LANES, blocks * LANES
-    for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
-        at, grad = row * size, pointer(grads[0])
-        for other in range(1, grads.shape[0]):
-            add_row(grad, at, pointer(grads[other]), at, size)
-        if inverse.size:
-            normalise_grad(grad, at, pointer(rows), at, pointer(inverse), row * width, grad, at, channels, blocks)
-        _turn(grads[0], row, out_NKC, row, num_factors, channels, False)
-
-
-@_compiled
-def _share(indptr: Any, begin: int, end: int, part: int, parts: int) -> Any:
-    """Targets [low, high) of a part, such that parts carry about the same load; a target costs about as much as four messages."""
-    low, high = begin, begin
-    first, total = indptr[begin] + 4 * begin, indptr[end] - indptr[begin] + 4 * (end - begin)
-    bounds = (first + total * part // parts, first + total * (part + 1) // parts)
-    for which in range(2):
-        left, right = begin, end
-        while left < right:
-            middle = (left + right) // 2
-            if indptr[middle] + 4 * middle < bounds[which]:
-                left = middle + 1
-            else:
-                right = middle
-        if which == 0:
-            low = left
+def _begin(indptr: Any, part: int, parts: int) -> int:
+    """The first target of a part, such that parts carry about the same load; a target costs about as much as four messages."""
+    num_targets = indptr.size - 1
+    left, right = 0, num_targets
+    bound = indptr[0] + (indptr[num_targets] - indptr[0] + 4 * num_targets) * part // parts
+    while left < right:
+        middle = (left + right) // 2
+        if indptr[middle] + 4 * middle < bound:
+            left = middle + 1
         else:
-            high = left
-    return low, end if part == parts - 1 else high
+            right = middle
+    return left
 
 
 @_compiled
@@ -148,7 +70,7 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
     scratch = np.empty(size + (1 + 2 * GROUP) * width, pb.rows.dtype)
     out, centre, inverse = pointer(row), pointer(scratch), pointer(scratch[size:])
     p, scaled = pointer(scratch[size + width :]), pointer(scratch[size + (1 + GROUP) * width :])
-    low, high = _share(indptr, 0, indptr.size - 1, part, parts)
+    low, high = _begin(indptr, part, parts), _begin(indptr, part + 1, parts)
     for v in range(low, high):
         begin, end, own = indptr[v], indptr[v + 1], (pb.first + v) * size
         if end - begin <= pb.hub_messages:
@@ -162,7 +84,7 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
                 add_messages(
                     rows, ids, weight, has_weight, begin, end, centre, 0, share, pb.inv_tau, padding, p, 0, width, False, scaled, out, 0, channels, blocks
                 )
-            _turn(row, 0, out_TKC, v, out_TKC.shape[1], channels, False)
+            turn(row, 0, out_TKC, v, out_TKC.shape[1], channels, False)
 
 
 @_compiled
@@ -176,7 +98,7 @@ def _walk_back(pb: Any, through_all: bool, grad_array: Any, grad_l_array: Any, g
     skipped = 0 if through_all else last  # iterations that carry no gradient
     first = 1 if pb.share > 0 or not through_all else 0
     fill(grad_l, 0, grad_l_array.size, 0.0)
-    low, high = _share(indptr, 0, indptr.size - 1, part, parts)
+    low, high = _begin(indptr, part, parts), _begin(indptr, part + 1, parts)
     most = 0
     for v in range(low, high):
         degree = indptr[v + 1] - indptr[v]
@@ -247,33 +169,18 @@ def _problem(
     )
 
 
-def _buffer(size: int, like: Tensor) -> Any:
-    """Flat and aligned to whole cache lines, which numpy's own memory is not."""
-    return like.new_empty(size).numpy()
-
-
-def _packed(x_NKC: Tensor, unit: bool, parts: int) -> tuple[Any, Any]:
-    """Packed rows, and the inverse length of every factor when they are made unit."""
-    num_rows, num_factors, channels = x_NKC.shape
-    width = -(-num_factors // LANES) * LANES
-    out, inverse = _buffer(num_rows * width * channels, x_NKC), _buffer(num_rows * width if unit else 0, x_NKC)
-    x = x_NKC.detach().contiguous().numpy()
-    run_parts(lambda part: _pack(x, unit, out, inverse, part, parts), parts)
-    return out, inverse
-
-
 def forward(
     x_NKC: Tensor, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, iterations: int, temperature: float, self_init: bool, unit: bool = True
 ) -> Tensor:
     """The routed sums [T, K, C]; `unit` normalises the rows of x first, otherwise they are taken to be normalised."""
     parts = num_parts()
-    rows, _ = _packed(x_NKC, unit, parts)
+    rows, _ = pack(x_NKC, unit, parts)
     pb = _problem(rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init)
     q_TKC = x_NKC.new_empty((indptr.numel() - 1, *x_NKC.shape[1:]))
     out = q_TKC.numpy()
     run_parts(lambda part: _forward(pb, out, part, parts), parts)
     for hub in np.flatnonzero(np.diff(pb.indptr) > HUB_MESSAGES):
-        _turn(hub_forward(pb, int(hub), parts), 0, out, hub, pb.num_factors, pb.channels, False)
+        turn(hub_forward(pb, int(hub), parts), 0, out, hub, pb.num_factors, pb.channels, False)
     return q_TKC
 
 
@@ -292,17 +199,17 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x [N, K, C] and of the weights [E]; nothing is kept from the forward pass."""
     threads = num_parts()
-    rows, inverse = _packed(x_NKC, unit, threads)
+    rows, inverse = pack(x_NKC, unit, threads)
     pb = _problem(rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init)
-    grad, _ = _packed(grad_TKC, False, threads)
+    grad, _ = pack(grad_TKC, False, threads)
     grad_w = np.zeros_like(pb.weight)
     # As many gradients to add to as there are threads, unless they would take too much room.
     parts = max(1, min(threads, GRADIENT_BYTES // max(rows.nbytes, 1)))
-    grad_l = _buffer(parts * rows.size, x_NKC).reshape(parts, rows.size)
+    grad_l = aligned(parts * rows.size, x_NKC).reshape(parts, rows.size)
     run_parts(lambda part: _walk_back(pb, through_all, grad, grad_l[part], grad_w, parts, part), parts)
     for hub in np.flatnonzero(np.diff(pb.indptr) > HUB_MESSAGES):
         hub_backward(pb, int(hub), grad, through_all, threads, HUB_MESSAGES, grad_l[0], grad_w)
     grad_x = torch.empty_like(x_NKC, memory_format=torch.contiguous_format)
     out = grad_x.numpy()
-    run_parts(lambda part: _unpack_grad(grad_l, rows, inverse, out, part, threads), threads)
+    run_parts(lambda part: unpack_grad(grad_l, rows, inverse, out, part, threads), threads)
     return grad_x, None if weight is None else torch.from_numpy(grad_w).to(weight.dtype)

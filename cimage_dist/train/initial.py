@@ -12,15 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.cluster import dinknet, propagated, rdgae
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
+from cimage_dist.graph.store import Graph
 from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.features import compact
 from cimage_dist.stats.kmeans import assign, kmeans
 from cimage_dist.train.embedder import Embedder
+from cimage_dist.types import Topology
 
+# step, total, values, stage: what a progress bar shows
+Tick = Callable[[int, int, dict[str, float], str], None]
+
+_SMALL, _LARGE = 25_000, 5_000_000
 _FIT_ROWS = 100_000
 _ASSIGN_ROWS = 50_000
+
+
+def _no_tick(step: int, total: int, values: dict[str, float], stage: str) -> None:
+    return None
 
 
 def number_of_clusters(cfg: Config, num_classes: int) -> int:
@@ -78,16 +90,33 @@ def labels_by_kmeans(encoder: Encoder, embedder: Embedder, num_nodes: int, num_c
     return comm.gather_rows(labels.cpu()), comm.gather_rows(confidence.cpu())
 
 
+def method_for(init: str, num_nodes: int) -> str:
+    """What `cluster.init=auto` stands for: R-DGAE, whose loss looks at all pairs of nodes, on small graphs; Dink-Net beyond (§1); smoothed features
+    on graphs where even that takes hours.
+    """
+    if init != "auto":
+        return init
+    return "rdgae" if num_nodes <= _SMALL else "dinknet" if num_nodes <= _LARGE else "propagated"
+
+
 def initial_labels(
-    cfg: Config, num_nodes: int, num_classes: int, edge_only: Callable[[], tuple[Encoder, Embedder]], comm: Comm | None = None
+    cfg: Config, graph: Graph, topology: Topology, edge_only: Callable[[], tuple[Encoder, Embedder]], comm: Comm | None = None, tick: Tick = _no_tick
 ) -> tuple[Tensor, Tensor]:
-    """Collective: (label int64 [N], confidence float64 [N]) by `cluster.init`.
+    """Collective: (label int64 [N], confidence float64 [N]) by `cluster.init`, on the edges of `topology` only.
 
     `edge_only` trains an encoder with the edge loss alone and returns it with an embedder: the released way to first labels.
     """
     comm = comm or Comm()
     if cfg.cluster.init == "file":
         assert cfg.cluster.labels_path is not None
-        return labels_from_file(Path(cfg.cluster.labels_path), num_nodes)
-    count = number_of_clusters(cfg, num_classes)
-    return labels_by_kmeans(*edge_only(), num_nodes, count, cfg, comm)
+        return labels_from_file(Path(cfg.cluster.labels_path), graph.num_nodes)
+    count, name, seed = number_of_clusters(cfg, graph.num_classes), cfg.data.name, cfg.run.seed
+    method = method_for(cfg.cluster.init, graph.num_nodes)
+    if method == "selfkmeans":
+        return labels_by_kmeans(*edge_only(), graph.num_nodes, count, cfg, comm)
+    x = compact(graph.features().to(torch.get_default_dtype()))
+    if method == "rdgae":
+        return rdgae.rdgae_labels(x, topology, count, rdgae.settings_for(name, count), seed, comm, tick)
+    if method == "dinknet":
+        return dinknet.dinknet_labels(x, topology, count, dinknet.settings_for(name, graph.num_nodes), seed, comm, tick)
+    return propagated.propagated_labels(x, topology, count, propagated.settings_for(graph.num_nodes), seed, comm, tick)

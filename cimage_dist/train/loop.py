@@ -162,7 +162,7 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         return
     kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
     if kept is None:
-        labels, confidence = initial_labels(cfg, graph.num_nodes, graph.num_classes, lambda: _edge_only(cfg, graph, trainer.topology, comm, sink), comm)
+        labels, confidence = initial_labels(cfg, graph, trainer.topology, lambda: _edge_only(cfg, graph, trainer.topology, comm, sink), comm, sink.tick)
         kept = {"labels": labels, "confidence": confidence}
         sink.store(_LABELS, kept)
     trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm)

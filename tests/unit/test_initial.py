@@ -19,7 +19,7 @@ from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.stats.metrics import contingency
 from cimage_dist.stats.metrics import nmi as table_nmi
 from cimage_dist.train import initial, loop
-from cimage_dist.train.initial import initial_labels, labels_by_kmeans, labels_from_file, number_of_clusters
+from cimage_dist.train.initial import initial_labels, labels_by_kmeans, labels_from_file, method_for, number_of_clusters
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink
 from tests.settings import changed, small_sbm_config
@@ -57,7 +57,7 @@ def nmi(labels: torch.Tensor, graph: Graph) -> float:
 def test_selfkmeans_finds_planted_blocks(kind, store_dir):
     """Four blocks; shuffled labels of this size have a normalised mutual information near 0.01."""
     cfg, graph = planted(store_dir, *kind)
-    labels, confidence = initial_labels(cfg, graph.num_nodes, graph.num_classes, lambda: loop._edge_only(cfg, graph, graph.topology(), Comm(), MemorySink()))
+    labels, confidence = initial_labels(cfg, graph, graph.topology(), lambda: loop._edge_only(cfg, graph, graph.topology(), Comm(), MemorySink()))
     assert labels.shape == confidence.shape == (600,) and labels.dtype == torch.int64 and confidence.dtype == torch.float64
     assert set(labels.tolist()) == {0, 1, 2, 3} and bool((confidence >= 0).all())
     found = nmi(labels, graph)
@@ -69,12 +69,27 @@ def test_selfkmeans_finds_planted_blocks(kind, store_dir):
     assert agreement(labels[sure], truth[sure]) > found  # what confidence is for
 
 
+@pytest.mark.parametrize("method", ["rdgae", "dinknet", "propagated"])
+def test_other_methods_serve_training_and_tell_of_their_progress(method, store_dir):
+    cfg, graph = planted(store_dir, f"cluster.init={method}")
+    ticks = []
+    labels, confidence = initial_labels(cfg, graph, graph.topology(), lambda: pytest.fail("no encoder is needed"), tick=lambda *args: ticks.append(args))
+    assert labels.shape == confidence.shape == (600,) and labels.dtype == torch.int64 and confidence.dtype == torch.float64
+    assert int(labels.min()) >= 0 and int(labels.max()) < 4 and ticks
+    assert nmi(labels, graph) > 0.3  # shuffled labels give about 0.01
+
+
+def test_the_method_goes_by_size():
+    assert [method_for("auto", n) for n in (2_708, 25_000, 25_001, 169_343, 111_000_000)] == ["rdgae", "rdgae", "dinknet", "dinknet", "propagated"]
+    assert method_for("selfkmeans", 10**9) == "selfkmeans"
+
+
 def test_labels_follow_from_the_seed_alone(store_dir):
     cfg, graph = planted(store_dir, "cluster.init_epochs=2")
 
     def run(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(seed)
-        return initial_labels(cfg, graph.num_nodes, graph.num_classes, lambda: loop._edge_only(cfg, graph, graph.topology(), Comm(), MemorySink()))
+        return initial_labels(cfg, graph, graph.topology(), lambda: loop._edge_only(cfg, graph, graph.topology(), Comm(), MemorySink()))
 
     (a, ca), (b, cb) = run(1), run(2)
     assert torch.equal(a, b) and torch.equal(ca, cb)

@@ -106,7 +106,7 @@ def copying(trainer: Trainer) -> None:
 def test_scores_find_them_through_the_encoder_with_pseudo_labels(seed, store_dir, record_property):
     cfg, graph, planted = planted_graph(store_dir, seed)
     topology = graph.topology()
-    labels, confidence = initial_labels(cfg, graph.num_nodes, graph.num_classes, lambda: loop._edge_only(cfg, graph, topology, Comm(), MemorySink()))
+    labels, confidence = initial_labels(cfg, graph, topology, lambda: loop._edge_only(cfg, graph, topology, Comm(), MemorySink()))
     trainer = Trainer(cfg, graph, topology, Comm())
     copying(trainer)
     refresher = Refresher(cfg, labels, confidence, trainer.embedder, Comm())
