@@ -53,7 +53,8 @@ def run_seed(settings: list[str], seed: int, target: Path, command: str) -> None
     from cimage_dist.train.progress import Progress
 
     paths, overrides = split_settings(settings)
-    cfg = load_config(*paths, overrides=[*overrides, f"run.seed={seed}"])
+    # A directory of its own: settings that leave the fingerprint alone (the routing backend) would share one.
+    cfg = load_config(*paths, overrides=[f"run.dir=runs/tables/{target.parent.name}/seed-{seed}", *overrides, f"run.seed={seed}"])
     began = time.perf_counter()
     summary = stages.pretrain(cfg, Progress(lines=4))
     seconds = time.perf_counter() - began

@@ -58,9 +58,9 @@ def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
         "cora": DinkNetSettings(hops=5),
         "citeseer": DinkNetSettings(width=1536, hops=5, pretrain_epochs=100, pretrain_lr=5e-4),
         "photo": DinkNetSettings(pretrain_epochs=500, finetune_epochs=100),
-        "arxiv": DinkNetSettings(width=1500, pretrain_epochs=1, pretrain_lr=1e-4, finetune_epochs=100, finetune_lr=1e-4, batch=8192, restarts=1),
-        "products": DinkNetSettings(width=1024, pretrain_epochs=10, finetune_epochs=10, batch=8192, restarts=1),
-        "papers100m": DinkNetSettings(width=256, pretrain_epochs=1, pretrain_lr=1e-4, finetune_epochs=1, finetune_lr=1e-5, batch=10_240, restarts=1),
+        "ogbn-arxiv": DinkNetSettings(width=1500, pretrain_epochs=1, pretrain_lr=1e-4, finetune_epochs=100, finetune_lr=1e-4, batch=8192, restarts=1),
+        "ogbn-products": DinkNetSettings(width=1024, pretrain_epochs=10, finetune_epochs=10, batch=8192, restarts=1),
+        "ogbn-papers100m": DinkNetSettings(width=256, pretrain_epochs=1, pretrain_lr=1e-4, finetune_epochs=1, finetune_lr=1e-5, batch=10_240, restarts=1),
     }
     if name in published or num_nodes <= _FULL_BATCH_NODES:
         return published.get(name, DinkNetSettings())

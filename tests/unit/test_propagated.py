@@ -34,7 +34,7 @@ def planted(per_block: int = 60, blocks: int = 3, width: int = 12, seed: int = 0
     y = np.repeat(np.arange(blocks), per_block)
     draws = rng.random((y.size, y.size))
     pairs = np.argwhere(draws < np.where(y[:, None] == y[None], 0.15, 0.01))
-    x = rng.random((y.size, width)) + 0.6 * (np.arange(width) % blocks == y[:, None])
+    x = rng.random((y.size, width)) + 0.25 * (np.arange(width) % blocks == y[:, None])
     return torch.from_numpy(x), topology_from_pairs(pairs, y.size), y
 
 
