@@ -16,6 +16,7 @@ from cimage_dist.errors import UserError
 
 CHUNK_ROWS = 4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
 _SAMPLE_PER_CLUSTER = 256
+_TIE = 1e-9  # relative difference of inertia below which the earlier start is kept
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def kmeans(
         else:
             centres = comm.broadcast(shard.moved(init))
         run = _lloyd(shard, gids, centres, comm, max_iterations, tol)
-        if best is None or run[0] < best[0]:
+        # Starts often end in the same clusters, numbered otherwise: rounding, which depends on the sharding, must not choose between them.
+        if best is None or run[0] < best[0] * (1 - _TIE):
             best = run
     assert best is not None
     _, centres, iterations = best
