@@ -47,7 +47,7 @@ def run_seed(settings: list[str], seed: int, target: Path, command: str) -> None
 
     from cimage_dist import environment, stages
     from cimage_dist.artifacts import write_json
-    from cimage_dist.cli import split_settings
+    from cimage_dist.commands.common import split_settings
     from cimage_dist.config import load_config
     from cimage_dist.evaluation import evaluate_run
     from cimage_dist.train.progress import Progress

@@ -13,15 +13,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from cimage_dist import __version__
+from cimage_dist.commands import runs
+from cimage_dist.commands.common import command_of
 from cimage_dist.errors import Interrupted, UserError
-
-if TYPE_CHECKING:
-    from cimage_dist.config import Config
-    from cimage_dist.train.progress import Progress
 
 EPILOG = """\
 examples:
@@ -36,15 +33,8 @@ Later arguments win: defaults, then each yaml in order, then key=value. Exit cod
 (the message says how), 1 a fault of ours, 130/143 stopped by Ctrl-C or SIGTERM after saving.
 """
 
-VERBS = {
-    "ingest": "prepare a graph store from raw files (done on first use by the other verbs too)",
-    "pretrain": "train; the same command again resumes, a finished run is left alone",
-    "embed": "write the embeddings of a trained run",
-    "evaluate": "score a run's embeddings (or --embedding FILE) with controls beside them",
-    "report": "write and print a readable summary of a run",
-    "show": "print the resolved config, its fingerprint and what exists on disk",
-    "doctor": "tell which devices, backends and versions are present and what is missing",
-}
+# Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and do_<name>(args).
+FAMILIES = (runs,)
 
 
 # What the owner of a disk can mend: full, over quota, forbidden, read-only.
@@ -67,20 +57,15 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"cimage-dist {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="<verb>", required=True)
-    for name, about in VERBS.items():
-        verb = verbs.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        if name != "doctor":
-            verb.add_argument("settings", nargs="*", metavar="config.yaml | key=value", help="yaml files and overrides, later ones win")
-        verb.add_argument("--json", action="store_true", help="print one JSON object on standard output")
-        verb.add_argument("--quiet", action="store_true", help="no progress, no notes")
-        if name == "pretrain":
-            verb.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
-        if name == "embed":
-            verb.add_argument("--parquet", action="store_true", help="also write a parquet file")
-        if name == "evaluate":
-            verb.add_argument("--embedding", metavar="FILE", type=Path, help="score this .npy matrix instead of the run's embeddings")
-        if name == "show":
-            verb.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
+    for family in FAMILIES:
+        for name, about in family.VERBS.items():
+            verb = verbs.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+            family.add_arguments(name, verb)
+            if name not in family.WITHOUT_SETTINGS:
+                verb.add_argument("settings", nargs="*", metavar="config.yaml | key=value", help="yaml files and overrides, later ones win")
+            verb.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+            verb.add_argument("--quiet", action="store_true", help="no progress, no notes")
+            verb.set_defaults(do=getattr(family, f"do_{name}"))
     return parser
 
 
@@ -96,124 +81,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(yaml paths, overrides): whatever contains '=' is an override, unless a folder's name holds it."""
-    overrides = [text for text in settings if "=" in text and "/" not in text.partition("=")[0]]
-    return [text for text in settings if text not in overrides], overrides
-
-
-def config_of(args: argparse.Namespace) -> Config:
-    from cimage_dist.config import load_config
-
-    paths, overrides = split_settings(args.settings)
-    return load_config(*paths, overrides=overrides)
-
-
-def command_of(args: argparse.Namespace, verb: str) -> str:
-    """The shell command for a verb with the same settings."""
-    import shlex
-
-    where = ["--on", "ray"] if verb == "pretrain" and args.on == "ray" else []
-    return " ".join(["cimage", verb, *map(shlex.quote, args.settings), *where])
-
-
-def progress_of(args: argparse.Namespace) -> Progress:
-    from cimage_dist.train.progress import Progress
-
-    return Progress(quiet=args.quiet or args.json)
-
-
-def do_ingest(args: argparse.Namespace) -> Any:
-    from cimage_dist.graph.ingest import ingest
-    from cimage_dist.graph.store import Graph
-
-    cfg = config_of(args)
-    path, is_new = ingest(cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr))
-    graph = Graph.open(path, cfg.data.verify)
-    facts = {
-        "store": str(path),
-        "built_now": is_new,
-        "nodes": graph.num_nodes,
-        "edges": graph.num_edges // 2,
-        "features": graph.num_features,
-        "classes": graph.num_classes,
-    }
-    if not args.json:
-        print(
-            f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, {graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, {graph.num_classes} classes"
-        )
-    return facts
-
-
-def do_pretrain(args: argparse.Namespace) -> Any:
-    from cimage_dist import stages
-
-    cfg = config_of(args)
-    if args.on == "ray":
-        from cimage_dist.runtime.ray_train import launch
-
-        summary = launch(cfg, progress_of(args))
-    else:
-        summary = stages.pretrain(cfg, progress_of(args))
-    if not args.json and not args.quiet:
-        what = f"trained {summary['steps_now']} steps in {summary['seconds']:.0f} s" if summary["steps_now"] else "already finished, nothing to do"
-        held = f" ({summary['edges_held_out']:,} edges held out for link prediction)" if summary["edges_held_out"] else ""
-        print(f"{what}: {summary['steps']} steps on {summary['edges_trained_on']:,} edges{held}")
-        if summary["best"]:
-            print(f"best validation score {summary['best']['score']:.2f} at step {summary['best']['step']}")
-        print(f"run directory: {summary['run_dir']}\nnext: {command_of(args, 'embed')}")
-    return summary
-
-
-def do_embed(args: argparse.Namespace) -> Any:
-    from cimage_dist import artifacts, stages
-
-    cfg = config_of(args)
-    folder = stages.embed(cfg, parquet=args.parquet, note=progress_of(args).note)
-    manifest = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
-    if not args.json and not args.quiet:
-        print(
-            f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})\nnext: {command_of(args, 'evaluate')}"
-        )
-    return {"embeddings": str(folder), "rows": manifest["rows"], "columns": manifest["columns"], "step": manifest["step"]}
-
-
-def do_evaluate(args: argparse.Namespace) -> Any:
-    from cimage_dist.eval.report import print_scores
-    from cimage_dist.evaluation import evaluate_run
-
-    result = evaluate_run(config_of(args), args.embedding, note=progress_of(args).note)
-    if not args.json:
-        print_scores(result)
-    return result
-
-
-def do_report(args: argparse.Namespace) -> Any:
-    from cimage_dist.artifacts import RunDir
-    from cimage_dist.config import run_dir
-    from cimage_dist.eval.report import write_report
-
-    path = write_report(RunDir(run_dir(config_of(args))))
-    if not args.json:
-        print(path.read_text())
-        print(f"written to {path}")
-    return {"report": str(path)}
-
-
-def do_show(args: argparse.Namespace) -> Any:
-    from cimage_dist.overview import show_config, show_keys
-
-    if args.keys:
-        return {"keys": show_keys(not args.json)}
-    return show_config(config_of(args), not args.json)
-
-
-def do_doctor(args: argparse.Namespace) -> Any:
-    from cimage_dist.overview import doctor
-
-    return doctor(not args.json)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(argv)
@@ -222,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     try:
-        result = globals()[f"do_{args.verb}"](args)
+        result = args.do(args)
         if args.json:
             print(json.dumps(result, indent=2))
         sys.stdout.flush()

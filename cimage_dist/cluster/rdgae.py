@@ -170,19 +170,13 @@ class _Run:
 
     @torch.no_grad()
     def _first_centres(self, num_clusters: int) -> Tensor:
-        """Collective: k-means on the embedding, [C, D], in the order in which the node ids first meet the clusters.
-
-        Restarts that end in the same clusters differ by rounding, so which of them wins, and its order, would depend on the number of ranks.
-        """
+        """Collective: k-means on the embedding, [C, D]."""
         z_ND = self.embed()
         begin, end = self.comm.slice_of(z_ND.shape[0])
-        gids = torch.arange(z_ND.shape[0], device=z_ND.device)
+        gids = torch.arange(begin, end, device=z_ND.device)
         key = keyed.stream(self.seed, "rdgae", -1)
-        found = kmeans(z_ND[begin:end], num_clusters, seed=key, comm=self.comm, gids=gids[begin:end], restarts=self.settings.restarts)
-        centres_CD = found.centres.to(z_ND.dtype)
-        labels = squared_distances(z_ND, centres_CD).argmin(1)
-        first_C = torch.full_like(gids[:num_clusters], gids.numel()).scatter_reduce_(0, labels, gids, "amin")
-        return centres_CD[first_C.argsort(stable=True)]
+        found = kmeans(z_ND[begin:end], num_clusters, seed=key, comm=self.comm, gids=gids, restarts=self.settings.restarts)
+        return found.centres.to(z_ND.dtype)
 
 
 def step_on(loss_share: Tensor, optimiser: torch.optim.Optimizer, comm: Comm) -> float:

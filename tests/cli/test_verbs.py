@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from cimage_dist import __version__
-from cimage_dist.cli import command_of, main, parse, split_settings
+from cimage_dist.cli import main, parse
+from cimage_dist.commands.common import command_of, split_settings
 from cimage_dist.config import known_keys, load_config
 from tests.cli.conftest import TRAINING, Cli, command, environment, own_graph, process
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cimage_dist.cli import parse, split_settings
+from cimage_dist.cli import parse
+from cimage_dist.commands.common import split_settings
 from cimage_dist.config import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -35,7 +35,7 @@ ALLOWED = {
     "overview": BASE | {"artifacts", "environment", "checkpoint", "graph"},
 }
 EVERYTHING = set(ALLOWED) | {"runtime"}
-ALLOWED |= {"runtime": EVERYTHING, "cli": EVERYTHING}
+ALLOWED |= {"runtime": EVERYTHING, "commands": EVERYTHING, "cli": EVERYTHING | {"commands"}}
 # third-party package -> layers that may name it
 CONFINED = {"ray": {"runtime"}, "omegaconf": {"config"}, "torch_geometric": {"graph", "nn"}}
 

@@ -1,0 +1,123 @@
+"""The verbs of one run: ingest, pretrain, embed, evaluate, report, show, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from cimage_dist.commands.common import command_of, config_of, progress_of
+
+VERBS = {
+    "ingest": "prepare a graph store from raw files (done on first use by the other verbs too)",
+    "pretrain": "train; the same command again resumes, a finished run is left alone",
+    "embed": "write the embeddings of a trained run",
+    "evaluate": "score a run's embeddings (or --embedding FILE) with controls beside them",
+    "report": "write and print a readable summary of a run",
+    "show": "print the resolved config, its fingerprint and what exists on disk",
+    "doctor": "tell which devices, backends and versions are present and what is missing",
+}
+WITHOUT_SETTINGS = {"doctor"}
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    if name == "pretrain":
+        parser.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
+    if name == "embed":
+        parser.add_argument("--parquet", action="store_true", help="also write a parquet file")
+    if name == "evaluate":
+        parser.add_argument("--embedding", metavar="FILE", type=Path, help="score this .npy matrix instead of the run's embeddings")
+    if name == "show":
+        parser.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
+
+
+def do_ingest(args: argparse.Namespace) -> Any:
+    from cimage_dist.graph.ingest import ingest
+    from cimage_dist.graph.store import Graph
+
+    cfg = config_of(args)
+    path, is_new = ingest(cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr))
+    graph = Graph.open(path, cfg.data.verify)
+    facts = {
+        "store": str(path),
+        "built_now": is_new,
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges // 2,
+        "features": graph.num_features,
+        "classes": graph.num_classes,
+    }
+    if not args.json:
+        print(
+            f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, {graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, {graph.num_classes} classes"
+        )
+    return facts
+
+
+def do_pretrain(args: argparse.Namespace) -> Any:
+    from cimage_dist import stages
+
+    cfg = config_of(args)
+    if args.on == "ray":
+        from cimage_dist.runtime.ray_train import launch
+
+        summary = launch(cfg, progress_of(args))
+    else:
+        summary = stages.pretrain(cfg, progress_of(args))
+    if not args.json and not args.quiet:
+        what = f"trained {summary['steps_now']} steps in {summary['seconds']:.0f} s" if summary["steps_now"] else "already finished, nothing to do"
+        held = f" ({summary['edges_held_out']:,} edges held out for link prediction)" if summary["edges_held_out"] else ""
+        print(f"{what}: {summary['steps']} steps on {summary['edges_trained_on']:,} edges{held}")
+        if summary["best"]:
+            print(f"best validation score {summary['best']['score']:.2f} at step {summary['best']['step']}")
+        print(f"run directory: {summary['run_dir']}\nnext: {command_of(args, 'embed')}")
+    return summary
+
+
+def do_embed(args: argparse.Namespace) -> Any:
+    from cimage_dist import artifacts, stages
+
+    cfg = config_of(args)
+    folder = stages.embed(cfg, parquet=args.parquet, note=progress_of(args).note)
+    manifest = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
+    if not args.json and not args.quiet:
+        print(
+            f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})\nnext: {command_of(args, 'evaluate')}"
+        )
+    return {"embeddings": str(folder), "rows": manifest["rows"], "columns": manifest["columns"], "step": manifest["step"]}
+
+
+def do_evaluate(args: argparse.Namespace) -> Any:
+    from cimage_dist.eval.report import print_scores
+    from cimage_dist.evaluation import evaluate_run
+
+    result = evaluate_run(config_of(args), args.embedding, note=progress_of(args).note)
+    if not args.json:
+        print_scores(result)
+    return result
+
+
+def do_report(args: argparse.Namespace) -> Any:
+    from cimage_dist.artifacts import RunDir
+    from cimage_dist.config import run_dir
+    from cimage_dist.eval.report import write_report
+
+    path = write_report(RunDir(run_dir(config_of(args))))
+    if not args.json:
+        print(path.read_text())
+        print(f"written to {path}")
+    return {"report": str(path)}
+
+
+def do_show(args: argparse.Namespace) -> Any:
+    from cimage_dist.overview import show_config, show_keys
+
+    if args.keys:
+        return {"keys": show_keys(not args.json)}
+    return show_config(config_of(args), not args.json)
+
+
+def do_doctor(args: argparse.Namespace) -> Any:
+    from cimage_dist.overview import doctor
+
+    return doctor(not args.json)
