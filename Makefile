@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-slow test-gpu style check clean
+.PHONY: help demo test test-slow test-gpu style check k8s clean
 
 help:
 	@echo "make demo       install and pre-train, embed, evaluate the digits graph"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-gpu   the tests that need CUDA"
 	@echo "make style      format and fix"
 	@echo "make check      lint and type-check"
+	@echo "make k8s        make the rendered manifests of k8s/ anew"
 
 # torch first and alone: the rest then finds its requirement met and brings no second copy.
 $(STAMP): pyproject.toml constraints.txt
@@ -46,6 +47,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+k8s: $(STAMP)
+	$(BIN)/python -m cimage_dist.deploy.build
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -76,3 +76,16 @@ def cache_gbytes() -> float:
     rows = [torch.randn(1 << 15).numpy() for _ in range(parts)]
     seconds = best_seconds(lambda: run_parts(lambda part: _read(rows[part], repeats), parts), 3)
     return parts * repeats * rows[0].nbytes / seconds / 1e9
+
+
+def peak_while(call: Callable[[], object]) -> float:
+    """Megabytes by which the process grew at most during the call (Linux)."""
+
+    def status(name: str) -> float:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) / 1e3
+
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts anew
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before

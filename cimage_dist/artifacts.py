@@ -6,11 +6,13 @@ Nothing here ever leaves a half-written file under its final name. A killed writ
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from cimage_dist.errors import UserError
 TMP_PREFIX = ".tmp-"
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
+# What the owner of a disk can mend: full, over quota, forbidden, read-only, a file in the way of a folder.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 def _fsync(path: Path) -> None:
@@ -77,17 +81,35 @@ def committed_dir(final: Path) -> Iterator[Path]:
         yield tmp
         for path in sorted(tmp.rglob("*")):
             _fsync(path)
-        _fsync(tmp)
-        if final.exists():
-            old = final.parent / f"{TMP_PREFIX}old-{final.name}-{uuid4().hex[:8]}"
-            final.rename(old)
-            tmp.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            tmp.rename(final)
-        _fsync(final.parent)
+        replace_dir(tmp, final)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def replace_dir(ready: Path, final: Path) -> None:
+    """Rename a complete directory into place; an existing one goes afterwards. Both on one file system."""
+    _fsync(ready)
+    if final.exists():
+        old = final.parent / f"{TMP_PREFIX}old-{final.name}-{uuid4().hex[:8]}"
+        final.rename(old)
+        ready.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        ready.rename(final)
+    _fsync(final.parent)
+
+
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Held by one process at a time; the system releases it when the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def remove_dir(path: Path) -> None:
@@ -184,6 +206,11 @@ class RunDir:
     @property
     def embeddings(self) -> Path:
         return self.root / "embeddings"
+
+    @property
+    def node_embeddings(self) -> Path:
+        """Of chosen nodes: one folder for every list of them."""
+        return self.root / "node-embeddings"
 
     @property
     def evaluation(self) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cimage_dist import __version__
-from cimage_dist.commands import runs
+from cimage_dist.commands import cluster, jobs, k8s, runs, sweep
 from cimage_dist.commands.common import command_of
 from cimage_dist.errors import Interrupted, UserError
 
@@ -34,7 +34,7 @@ Later arguments win: defaults, then each yaml in order, then key=value. Exit cod
 """
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and do_<name>(args).
-FAMILIES = (runs,)
+FAMILIES = (runs, cluster, sweep, jobs, k8s)
 
 
 # What the owner of a disk can mend: full, over quota, forbidden, read-only.
@@ -65,7 +65,7 @@ def build_parser() -> Parser:
                 verb.add_argument("settings", nargs="*", metavar="config.yaml | key=value", help="yaml files and overrides, later ones win")
             verb.add_argument("--json", action="store_true", help="print one JSON object on standard output")
             verb.add_argument("--quiet", action="store_true", help="no progress, no notes")
-            verb.set_defaults(do=getattr(family, f"do_{name}"))
+            verb.set_defaults(do=getattr(family, f"do_{name}"), parse=parse, exit_code=0)
     return parser
 
 
@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as stop:
         when = f"after step {stop.step}; everything is saved" if stop.step else "before the first step"
+        when = "with every running trial saved" if args.verb == "sweep" else when
         print(f"\nstopped {when}. Resume with: {command_of(args, args.verb)}", file=sys.stderr)
         return 128 + stop.signum
     except KeyboardInterrupt:
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    return 0
+    return int(args.exit_code)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,12 @@ class DataConfig:
         "digits",
         "digits, sbm, cora, citeseer, pubmed, photo, computers, wikics, ogbn-arxiv, ogbn-products, ogbn-papers100m, or any name you give your own graph (with data.path)",
     )
-    path: Optional[str] = opt(None, "your own graph: a folder holding edges.* and optionally features.*, labels.*, splits.*")
+    path: Optional[str] = opt(None, "your own graph: a folder holding edges.* and optionally features.*, labels.*, splits.*; or a graph store")
     root: Optional[str] = opt(None, "where raw files are looked for; unset: the environment variable CIMAGE_DATA_ROOT, else <store_dir>/raw")
     store_dir: str = opt("data", "where prepared graph stores are kept")
+    stage_dir: Optional[str] = opt(
+        None, "copy the graph store to this local folder of each node first; data.path may then be the URL of a store (s3://bucket/folder, gs://, file://)"
+    )
     features: Literal["given", "degree", "hash", "laplacian"] = opt("given", "node features: as given, or made from the graph when there are none")
     made_features: int = opt(64, "width of features made from the graph (hash, laplacian)")
     feature_dtype: Literal["float32", "float16"] = opt("float32", "storage type of features")
@@ -69,6 +72,9 @@ class DataConfig:
     sbm: SbmConfig = section(SbmConfig, "parameters of the generated graph `sbm`")
 
     def __post_init__(self) -> None:
+        for name in ("store_dir", "stage_dir"):
+            folder = getattr(self, name)
+            need("://" not in (folder or ""), f"data.{name}", "must be a folder; for a graph store on object storage set data.path to its URL", folder)
         need(0 < self.train_ratio < 1, "data.train_ratio", "must lie strictly between 0 and 1", self.train_ratio)
         need(0 < self.val_ratio < 1, "data.val_ratio", "must lie strictly between 0 and 1", self.val_ratio)
         need(
@@ -161,11 +167,14 @@ class LossConfig:
 @dataclass
 class ClusterConfig:
     init: Literal["selfkmeans", "rdgae", "dinknet", "propagated", "auto", "file"] = opt(
-        "selfkmeans",
+        "auto",
         "initial labels: k-means on an encoder trained with the edge loss alone, R-DGAE, Dink-Net, k-means on smoothed features, by size, or a file",
     )
-    labels_path: Optional[str] = opt(None, "with init=file: a .npy of one integer per node (-1: none), or .npz with `labels` and `confidence`")
-    num_clusters: Optional[int] = opt(None, "number of clusters; unset: the graph's number of classes")
+    labels_path: Optional[str] = opt(
+        None,
+        "(or cluster.from) labels made before: a folder of `cimage cluster`, a .npy of one integer per node (-1: none), or .npz with `labels`, `confidence`",
+    )
+    num_clusters: Optional[int] = opt(None, "number of clusters; unset: the graph's number of classes; 0, or unset without classes: estimated from the graph")
     init_epochs: int = opt(30, "epochs of the edge-only training of selfkmeans")
     restarts: int = opt(10, "k-means restarts")
     fraction: float = opt(0.15, "share of each cluster that is trusted from the start")
@@ -176,7 +185,9 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         need(self.init != "file" or self.labels_path is not None, "cluster.labels_path", "must be set when cluster.init is 'file'", self.labels_path)
-        need(self.num_clusters is None or self.num_clusters >= 2, "cluster.num_clusters", "must be at least 2", self.num_clusters)
+        need(
+            self.num_clusters is None or self.num_clusters == 0 or self.num_clusters >= 2, "cluster.num_clusters", "must be 0 or at least 2", self.num_clusters
+        )
         need(0 < self.fraction <= 1, "cluster.fraction", "must lie in (0, 1]", self.fraction)
         need(-1 <= self.growth_threshold <= 1, "cluster.growth_threshold", "is a cosine: it must lie in [-1, 1]", self.growth_threshold)
         for name in ("init_epochs", "restarts", "bank_size"):
@@ -257,11 +268,13 @@ class TrainConfig:
     validate_every: int = opt(0, "steps between validation scores during training; 0: never")
     validate_by: Literal["auto", "node", "link"] = opt("auto", "validation score: probe accuracy or link AUC; auto: link when edges are held out")
     select: Literal["last", "val"] = opt("last", "which checkpoint is embedded: the last, or the best by validation score")
+    accumulate: int = opt(1, "batches whose mean gradient makes one optimiser step; for steps larger than memory allows")
     precision: Literal["float32", "bfloat16"] = opt("float32", "activations while training; bfloat16 halves their memory, weights and sums stay float32")
 
     def __post_init__(self) -> None:
         need(self.epochs >= 1, "train.epochs", "must be at least 1", self.epochs)
         need(self.batch_edges >= 1, "train.batch_edges", "must be at least 1", self.batch_edges)
+        need(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
         need(self.validate_every >= 0, "train.validate_every", "must not be negative", self.validate_every)
         need(self.select == "last" or self.validate_every > 0, "train.select", "is 'val', so train.validate_every must be above 0", self.select)
 
@@ -293,11 +306,14 @@ class RunConfig:
     dir: Optional[str] = opt(None, "run directory; unset: runs/<data.name>/<fingerprint>/seed-<seed>")
     log_every: int = opt(10, "steps between lines in metrics.jsonl")
     checkpoint_every: int = opt(50, "steps between checkpoints; the last step is always saved")
+    checkpoint_minutes: float = opt(0.0, "also save when this many minutes have passed since the last checkpoint; 0: never")
     keep_checkpoints: int = opt(2, "how many recent checkpoints stay, beside the best")
     tensorboard: bool = opt(True, "write TensorBoard events")
+    mlflow: Optional[str] = opt(None, "also log to MLflow: its tracking URI, e.g. sqlite:///mlflow.db or http://host:5000 (needs the mlflow package)")
 
     def __post_init__(self) -> None:
         need(0 <= self.seed < 2**62, "run.seed", "must not be negative (nor 2^62 or more)", self.seed)
+        need(self.checkpoint_minutes >= 0, "run.checkpoint_minutes", "must not be negative", self.checkpoint_minutes)
         for name in ("log_every", "checkpoint_every", "keep_checkpoints"):
             need(getattr(self, name) >= 1, f"run.{name}", "must be at least 1", getattr(self, name))
 
@@ -305,6 +321,7 @@ class RunConfig:
 @dataclass
 class ResourcesConfig:
     num_workers: int = opt(1, "training processes with --on ray")
+    min_workers: int = opt(0, "fewest workers an elastic run goes on with; 0: num_workers, not elastic")
     cpus_per_worker: int = opt(1, "CPUs that Ray reserves for each worker")
     threads: int = opt(0, "CPU threads of each process; 0: cpus_per_worker with --on ray, else torch's choice")
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "where tensors live; auto: CUDA where there is one")
@@ -315,8 +332,9 @@ class ResourcesConfig:
     def __post_init__(self) -> None:
         for name in ("num_workers", "cpus_per_worker", "timeout_s"):
             need(getattr(self, name) >= 1, f"resources.{name}", "must be at least 1", getattr(self, name))
-        for name in ("threads", "max_failures"):
+        for name in ("min_workers", "threads", "max_failures"):
             need(getattr(self, name) >= 0, f"resources.{name}", "must not be negative", getattr(self, name))
+        need(self.min_workers <= self.num_workers, "resources.min_workers", f"must not exceed resources.num_workers ({self.num_workers})", self.min_workers)
 
 
 @dataclass
@@ -342,13 +360,15 @@ def need(ok: bool, key: str, rule: str, got: Any) -> None:
 
 # Keys that do not change what is trained (where things are, what is scored afterwards): they leave the fingerprint alone.
 _NOT_TRAINED = {
-    "data": ("path", "root", "store_dir", "verify"),
+    "data": ("path", "root", "store_dir", "stage_dir", "verify"),
     "model": ("routing_backend",),
     "sampler": ("loader_processes", "prefetch"),
     "cluster": ("labels_path",),
     "eval": ("few_labels", "few_label_splits", "kmeans_restarts", "controls"),
 }
 _NOT_SCIENCE = ("run", "resources")
+# Keys younger than the first fingerprints: at these values they leave a fingerprint as it was.
+_ADDED_LATER = {("train", "accumulate"): 1}
 
 
 def fingerprint(cfg: Config) -> str:
@@ -359,10 +379,14 @@ def fingerprint(cfg: Config) -> str:
     for name, keys in _NOT_TRAINED.items():
         for key in keys:
             del tree[name][key]
+    for (name, key), value in _ADDED_LATER.items():
+        if tree[name][key] == value:
+            del tree[name][key]
     labels = cfg.cluster.labels_path
     if labels is not None:
-        # The file's content counts, not where it lies.
-        tree["cluster"]["labels"] = hashlib.blake2b(Path(labels).read_bytes()).hexdigest() if Path(labels).is_file() else labels
+        # The content counts, not where it lies.
+        file = Path(labels) / "labels.npz" if Path(labels).is_dir() else Path(labels)
+        tree["cluster"]["labels"] = hashlib.blake2b(file.read_bytes()).hexdigest() if file.is_file() else labels
     return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
@@ -418,6 +442,14 @@ def _load_yaml(path: str) -> Any:
     return layer
 
 
+def _without_aliases(layer: Any) -> Any:
+    """`cluster.from`, a word Python keeps for itself, stands for the labels' path and for using them."""
+    part = layer.get("cluster")
+    if hasattr(part, "items") and "from" in part:
+        part["labels_path"], part["init"] = part.pop("from"), "file"
+    return layer
+
+
 def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then each yaml in order, then `key=value` overrides; checked, as plain dataclasses."""
     from omegaconf import OmegaConf
@@ -434,7 +466,7 @@ def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
             raise UserError(f"Override {text!r} cannot be read: {' '.join(str(error).split())}") from None
     merged = OmegaConf.structured(Config)
     for where, layer in layers:
-        _check_keys(layer, where)
+        _check_keys(_without_aliases(layer), where)
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:

@@ -29,13 +29,15 @@ def show_keys(is_printed: bool) -> list[dict[str, Any]]:
 
 def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:
     """The resolved config, its fingerprint, and which artifacts exist."""
+    from pathlib import Path
+
     from cimage_dist import checkpoint
-    from cimage_dist.graph.ingest import store_path
+    from cimage_dist.graph.ingest import store_place
 
     run = artifacts.RunDir(run_dir(cfg))
-    store = store_path(cfg.data)
+    store = store_place(cfg.data)
     exists = {
-        "graph store": {"path": str(store), "exists": (store / artifacts.MANIFEST).is_file()},
+        "graph store": {"path": store, "exists": (Path(store) / artifacts.MANIFEST).is_file()},
         "run": {"path": str(run.root), "exists": run.config.is_file()},
         "checkpoints": {"path": str(run.checkpoints), "exists": bool(checkpoint.steps(run.checkpoints)), "steps": checkpoint.steps(run.checkpoints)},
         "embeddings": {"path": str(run.embeddings), "exists": (run.embeddings / artifacts.MANIFEST).is_file()},

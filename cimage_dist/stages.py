@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist import artifacts, checkpoint, environment
+from cimage_dist import artifacts, checkpoint, embedding, environment
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, fingerprint, load_config, run_dir, to_yaml
+from cimage_dist.embedding import PART_ROWS, Execute, Tick
 from cimage_dist.errors import UserError
 from cimage_dist.eval.validation import make_validator
 from cimage_dist.graph.holdout import training_graph
@@ -27,12 +28,11 @@ from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, build_model, norm_kind
+from cimage_dist.rows import RowFiles, add_parquet, describe_parts, load_rows, step_of
 from cimage_dist.train.loop import Trainer, pick_device, worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, Sink
 from cimage_dist.types import LinkSplit, NodeSplit
-
-EMBEDDING_FORMAT = 1
 
 
 def changed_keys(a: Config, b: Config) -> list[str]:
@@ -223,53 +223,49 @@ def untrained_model(cfg: Config, graph: Graph) -> CimageModel:
     return build_model(graph.num_features, cfg, moments).to(pick_device(cfg)).eval()
 
 
-def embed(cfg: Config, graph: Graph | None = None, parquet: bool = False, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Write embeddings/part-00000.npy (float32 [N, D], row i is node i) with a manifest; parquet beside it on request."""
+def embed(
+    cfg: Config,
+    graph: Graph | None = None,
+    parquet: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+    nodes: Path | None = None,
+    execute: Execute | None = None,
+    tick: Tick = lambda done, total: None,
+    part_rows: int = PART_ROWS,
+) -> Path:
+    """Write embeddings/part-00000.npy, ... (float32 [N, D], row i is node i) with a manifest; parquet beside them on request.
+
+    With a file of `nodes` only those, by sampled neighbourhoods, in a folder of their own. `execute` makes the parts, on other
+    machines perhaps; without it a graph of one part is embedded in memory.
+    """
     graph = graph or open_graph(cfg.data)
     run = RunDir(run_dir(cfg))
     model, saved = load_model(cfg, graph)
-    if embedded_step(run) == saved.step and (not parquet or (run.embeddings / "part-00000.parquet").is_file()):
+    chosen = None if nodes is None else embedding.read_nodes(nodes, graph.num_nodes)
+    folder = run.embeddings if chosen is None else run.node_embeddings / embedding.nodes_digest(chosen)
+    if step_of(folder) == saved.step:
         note(f"embeddings of step {saved.step} are there already")
-        return run.embeddings
-    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-    z = embed_graph(model.encoder, graph.features(), topology).numpy()
-    with artifacts.committed_dir(run.embeddings) as tmp:
-        np.save(tmp / "part-00000.npy", z, allow_pickle=False)
-        names = ["part-00000.npy"]
-        if parquet:
-            write_parquet(tmp / "part-00000.parquet", z)
-            names.append("part-00000.parquet")
-        body = {
-            "format": EMBEDDING_FORMAT,
-            "rows": z.shape[0],
-            "columns": z.shape[1],
-            "dtype": str(z.dtype),
-            "step": saved.step,
-            "graph": graph.fingerprint,
-            "parts": [{"file": "part-00000.npy", "first_row": 0, "rows": z.shape[0]}],
-            "files": artifacts.describe_files(tmp, names),
-        }
-        artifacts.write_json(tmp / artifacts.MANIFEST, body)
-    return run.embeddings
-
-
-def write_parquet(path: Path, z: np.ndarray) -> None:
-    """Columns `node` (int64) and `z` (fixed-size list of float32)."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = pa.FixedSizeListArray.from_arrays(pa.array(z.reshape(-1)), z.shape[1])
-    pq.write_table(pa.table({"node": pa.array(np.arange(z.shape[0])), "z": rows}), path)
+    elif execute is None and chosen is None and graph.num_nodes <= part_rows:
+        topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+        z = embed_graph(model.encoder, graph.stored_features(), topology).numpy()
+        with artifacts.committed_dir(folder) as tmp:
+            files = RowFiles(tmp, z.shape[0], z.shape[1], part_rows)
+            files.write(0, [z])
+            body = describe_parts(saved.step, graph.fingerprint, files, artifacts.describe_files(tmp, [files.name(0)]))
+            artifacts.write_json(tmp / artifacts.MANIFEST, body)
+    else:
+        execute = execute or embedding.here(cfg, graph)
+        embedding.make_embeddings(cfg, model, saved.step, graph, folder, execute, note, tick, chosen, part_rows)
+    if parquet:
+        add_parquet(folder)
+    return folder
 
 
 def embedded_step(run: RunDir) -> int | None:
     """Checkpoint step of the embeddings present, or None when there are none (or they are damaged)."""
-    manifest = run.embeddings / artifacts.MANIFEST
-    if not manifest.is_file():
-        return None
-    body = artifacts.read_json(manifest, "the embedding manifest")
-    return None if artifacts.damaged_file(run.embeddings, body["files"]) else int(body["step"])
+    return step_of(run.embeddings)
 
 
 def load_embeddings(run: RunDir) -> Tensor:
-    return torch.from_numpy(np.load(run.embeddings / "part-00000.npy", allow_pickle=False))
+    """float32 [N, D]; `rows.open_rows` leaves them on disk until rows are asked for."""
+    return torch.from_numpy(load_rows(run.embeddings))

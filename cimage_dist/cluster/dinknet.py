@@ -25,6 +25,7 @@ from cimage_dist.types import Topology
 _FULL_BATCH_NODES = 25_000
 _LARGE_BATCH = 8_192
 _PRETRAIN_STEPS = 200
+_NOISE = 1e-3  # of modularity between two starts of k-means on the same embedding
 # Uses of the "dinknet" stream.
 _WEIGHTS, _ORDER, _MASK, _SHUFFLE, _READING_ORDER = range(5)
 
@@ -35,8 +36,9 @@ class DinkNetSettings:
 
     width: int = 512
     hops: int = 10  # p
-    pretrain_epochs: int = 200
+    pretrain_epochs: int = 200  # of a round
     pretrain_lr: float = 1e-3
+    rounds: int = 5  # of pre-training; the one after which k-means on H cuts the graph best is kept
     finetune_epochs: int = 200
     finetune_lr: float = 1e-2
     batch: int = _FULL_BATCH_NODES  # nodes; full batch where they are no more
@@ -49,7 +51,7 @@ class DinkNetSettings:
 
 
 def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
-    """The published settings of a dataset, else one rule by size (§10).
+    """The published settings of a dataset, else one rule by size (§10). Mini-batches make one round of pre-training.
 
     Up to 25,000 nodes Cora's with p = 10. Beyond: d = 256 as for the largest published graph, as many epochs as make 200 steps, and
     centres that move in an epoch as far as in one step of a full batch.
@@ -58,15 +60,17 @@ def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
         "cora": DinkNetSettings(hops=5),
         "citeseer": DinkNetSettings(width=1536, hops=5, pretrain_epochs=100, pretrain_lr=5e-4),
         "photo": DinkNetSettings(pretrain_epochs=500, finetune_epochs=100),
-        "ogbn-arxiv": DinkNetSettings(width=1500, pretrain_epochs=1, pretrain_lr=1e-4, finetune_epochs=100, finetune_lr=1e-4, batch=8192, restarts=1),
-        "ogbn-products": DinkNetSettings(width=1024, pretrain_epochs=10, finetune_epochs=10, batch=8192, restarts=1),
-        "ogbn-papers100m": DinkNetSettings(width=256, pretrain_epochs=1, pretrain_lr=1e-4, finetune_epochs=1, finetune_lr=1e-5, batch=10_240, restarts=1),
+        "ogbn-arxiv": DinkNetSettings(width=1500, pretrain_epochs=1, pretrain_lr=1e-4, rounds=1, finetune_epochs=100, finetune_lr=1e-4, batch=8192, restarts=1),
+        "ogbn-products": DinkNetSettings(width=1024, pretrain_epochs=10, rounds=1, finetune_epochs=10, batch=8192, restarts=1),
+        "ogbn-papers100m": DinkNetSettings(
+            width=256, pretrain_epochs=1, pretrain_lr=1e-4, rounds=1, finetune_epochs=1, finetune_lr=1e-5, batch=10_240, restarts=1
+        ),
     }
     if name in published or num_nodes <= _FULL_BATCH_NODES:
         return published.get(name, DinkNetSettings())
     steps = math.ceil(num_nodes / _LARGE_BATCH)
     epochs = math.ceil(_PRETRAIN_STEPS / steps)
-    return DinkNetSettings(width=256, pretrain_epochs=epochs, finetune_epochs=2, finetune_lr=1e-2 / steps, batch=_LARGE_BATCH, restarts=1)
+    return DinkNetSettings(width=256, pretrain_epochs=epochs, rounds=1, finetune_epochs=2, finetune_lr=1e-2 / steps, batch=_LARGE_BATCH, restarts=1)
 
 
 def dinknet_labels(
@@ -80,14 +84,15 @@ def dinknet_labels(
 ) -> tuple[Tensor, Tensor]:
     """Collective: labels int64 [N] = nearest centre, confidence float64 [N] = d₂ - d₁ of the squared distances; x [N, F] (§10).
 
-    Of the assignments after k-means and after each epoch of fine-tuning, the one of highest modularity is returned. Nothing stops the
-    loss from driving centres away from the data, so the last epoch need not be a good one; modularity sees the graph alone.
+    Modularity, which sees the graph alone, decides twice. Pre-training makes several rounds of the published length, and the one is kept
+    after which the clusters that k-means finds on H have the highest. Of the assignments after k-means and after each epoch of
+    fine-tuning, the one of the highest is returned: nothing stops the loss from driving centres away from the data, so the last epoch
+    need not be a good one. A fine-tuned one must be better by more than two starts of k-means differ.
     """
     comm = comm or Comm()
     check_input(x, topology, num_clusters, "Dink-Net")
     run = _Run(x, topology, settings, seed, comm, tick)
-    run.pretrain()
-    return run.finetune(run.first_centres(num_clusters))
+    return run.finetune(run.pretrain(num_clusters))
 
 
 class _Run:
@@ -110,16 +115,34 @@ class _Run:
         real, fake = self.nodes.real_and_fake(batch, self.model.weight * keep_F1, self._key(_SHUFFLE, self.step))
         return discrimination_loss(self.model.logits(real), self.model.logits(fake), batch.gids.numel())
 
-    def pretrain(self) -> None:
-        """Collective: the discrimination alone."""
+    def pretrain(self, num_clusters: int) -> Tensor:
+        """Collective: the discrimination alone, round by round; leaves the model of the best round and returns k-means centres on its H, [C, D]."""
         s = self.settings
         optimiser = torch.optim.Adam(self.model.parameters(), lr=s.pretrain_lr)
+        best, highest = None, -math.inf
+        for number in range(s.rounds):
+            self._pretrain_round(number, optimiser)
+            centres_CD = self.first_centres(num_clusters)
+            if s.rounds == 1:
+                return centres_CD
+            found = hard_modularity(self.assignments(centres_CD)[0], self.nodes.topology, self.comm)
+            if found > highest:
+                best, highest = (centres_CD, {name: value.clone() for name, value in self.model.state_dict().items()}), found
+        assert best is not None
+        self.model.load_state_dict(best[1])
+        self.h_nD = None
+        return best[0]
+
+    def _pretrain_round(self, number: int, optimiser: torch.optim.Optimizer) -> None:
+        s = self.settings
+        name = f"Dink-Net pre-training, round {number + 1} of {s.rounds}" if s.rounds > 1 else "Dink-Net pre-training"
         for epoch in range(s.pretrain_epochs):
             losses = []
-            for batch in self.nodes.batches(s.batch, self._key(_ORDER, epoch)):
+            for batch in self.nodes.batches(s.batch, self._key(_ORDER, number * s.pretrain_epochs + epoch)):
                 losses.append(step_on(self.discrimination(batch), optimiser, self.comm))
                 self.step += 1
-            self.tick(epoch + 1, s.pretrain_epochs, {"loss": sum(losses) / len(losses)}, "Dink-Net pre-training")
+            self.tick(epoch + 1, s.pretrain_epochs, {"loss": sum(losses) / len(losses)}, name)
+        self.h_nD = None
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Collective: (global ids [m], their rows of H [m, D]) until every node has come up on one rank."""
@@ -160,16 +183,16 @@ class _Run:
         return self.comm.sum(labels), self.comm.sum(confidence)
 
     def finetune(self, first_CD: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective: labels and confidence of the epoch of highest modularity, k-means counting as epoch 0."""
+        """Collective: labels and confidence of the epoch of highest modularity; those of k-means where none is clearly better."""
         s, comm = self.settings, self.comm
         centres_CD = nn.Parameter(first_CD)
         moving = [centres_CD, *self.model.parameters()] if s.tradeoff else [centres_CD]
         optimiser = torch.optim.Adam(moving, lr=s.finetune_lr)
         labels, confidence = self.assignments(centres_CD)
-        best, modularity = (labels, confidence), hard_modularity(labels, self.nodes.topology, comm)
+        best, modularity = (labels, confidence), hard_modularity(labels, self.nodes.topology, comm) + _NOISE
         for epoch in range(s.finetune_epochs):
             losses = []
-            for batch in self.nodes.batches(s.batch, self._key(_ORDER, s.pretrain_epochs + epoch)):
+            for batch in self.nodes.batches(s.batch, self._key(_ORDER, s.rounds * s.pretrain_epochs + epoch)):
                 share = clustering_loss(self.rows_of(batch), centres_CD, batch.gids.numel(), comm)
                 if s.tradeoff:
                     share = share + s.tradeoff * self.discrimination(batch)

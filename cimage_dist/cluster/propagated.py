@@ -60,13 +60,18 @@ def propagated_labels(
     """
     comm = comm or Comm()
     check_input(x, topology, num_clusters, "k-means on propagated features")
-    rows_nD = unit_rows(columns_to_rows(_propagate(x, topology, settings, seed, comm, tick), comm))
+    rows_nD = propagated_rows(x, topology, settings, seed, comm, tick)
     gids = torch.arange(*comm.slice_of(topology.num_nodes), device=rows_nD.device)
     chosen = sampled(gids, topology.num_nodes, settings.fit_rows, seed)
     found = kmeans(rows_nD[chosen], num_clusters, seed=seed, comm=comm, gids=gids[chosen], restarts=settings.restarts)
     labels, confidence, _ = assign(rows_nD, found.centres)
     tick(settings.hops + 1, settings.hops + 1, {"loss": found.inertia}, "k-means on propagated features")
     return comm.gather_rows(labels).cpu(), comm.gather_rows(confidence.to(torch.float64)).cpu()
+
+
+def propagated_rows(x: Features, topology: Topology, settings: PropagatedSettings, seed: int, comm: Comm, tick: Tick) -> Tensor:
+    """Collective: the unit rows of Â^p X of this rank's nodes, [n, D]."""
+    return unit_rows(columns_to_rows(_propagate(x, topology, settings, seed, comm, tick), comm))
 
 
 def check_input(x: Features, topology: Topology, num_clusters: int, method: str) -> None:

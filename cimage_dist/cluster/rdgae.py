@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cimage_dist import keyed
+from cimage_dist.cluster.consensus import consensus
 from cimage_dist.cluster.rdgae_graph import TargetGraph, TrustedNodes
 from cimage_dist.cluster.rdgae_loss import clustering_loss, log_assignments, reconstruction_loss, sampled_reconstruction_loss, squared_distances
 from cimage_dist.comm import Comm
@@ -20,6 +21,7 @@ from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import weighted_sum
 from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.stats.kmeans import kmeans
+from cimage_dist.stats.metrics import hard_modularity
 from cimage_dist.types import EdgeList, Topology
 
 Tick = Callable[[int, int, dict[str, float], str], None]
@@ -45,7 +47,8 @@ class RDGAESettings:
     gamma: float = 1e-3
     relabel_every: int = 15  # epochs between two target distributions p
     restarts: int = 20
-    exact_nodes: int = 25_000  # above, the mean over all pairs is estimated from as many sampled pairs as the target has positives
+    members: int = 5  # auto-encoders whose assignments are averaged
+    exact_nodes: int = 10_000  # above, the mean over all pairs is estimated from as many sampled pairs as the target has positives
 
 
 def settings_for(name: str, num_clusters: int) -> RDGAESettings:
@@ -67,16 +70,29 @@ def rdgae_labels(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective: labels int64 [N] = argmax q and confidence float64 [N] = q⁽¹⁾ - q⁽²⁾ after the last epoch; x [N, F] (§9)."""
+    """Collective: labels int64 [N] = argmax q and confidence float64 [N] = q⁽¹⁾ - q⁽²⁾; x [N, F] (§9).
+
+    q is the consensus of several auto-encoders after their last epochs: where one ends depends much on its first weights, and nothing
+    without labels tells which of them is right, but what most of them agree on is.
+    """
     if not 2 <= num_clusters <= topology.num_nodes:
         raise UserError(f"R-DGAE: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. Choose between 2 and the number of nodes.")
     if x.shape[0] != topology.num_nodes:
         raise UserError(f"R-DGAE: features of {x.shape[0]} nodes were given for a graph of {topology.num_nodes} nodes.")
-    run = _Run(restored_counts(x), topology, settings, seed, comm or Comm(), tick)
-    run.pretrain()
-    q_NC = run.cluster(num_clusters).to(torch.float64)
+    counts, comm = restored_counts(x), comm or Comm()
+    members = []
+    for member in range(settings.members):
+        run = _Run(counts, topology, settings, keyed.derive(seed, member) if member else seed, comm, _named(tick, member, settings.members))
+        run.pretrain()
+        members.append(run.cluster(num_clusters))
+    fits = [hard_modularity(q.argmax(1).cpu(), topology, comm) for q in members]
+    q_NC = consensus(members, reference=fits.index(max(fits)))
     best, second = q_NC.topk(2, dim=1).values.unbind(1)
     return q_NC.argmax(1).cpu(), (best - second).cpu()
+
+
+def _named(tick: Tick, member: int, members: int) -> Tick:
+    return lambda step, total, values, stage: tick(step, total, values, f"{stage} {member + 1}/{members}" if members > 1 else stage)
 
 
 def restored_counts(x: Features) -> Features:

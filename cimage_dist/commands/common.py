@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,7 +25,23 @@ def config_of(args: argparse.Namespace) -> Config:
     from cimage_dist.config import load_config
 
     paths, overrides = split_settings(args.settings)
-    return load_config(*paths, overrides=overrides)
+    return on_storage(load_config(*paths, overrides=overrides))
+
+
+def on_storage(cfg: Config) -> Config:
+    """Relative paths of data and runs lie below CIMAGE_STORAGE where that is set: a job starts in a copy of the working directory that Ray deletes."""
+    from cimage_dist.config import run_dir
+
+    root = os.environ.get("CIMAGE_STORAGE")
+    if not root:
+        return cfg
+
+    def below(path: str | None) -> str | None:
+        return None if path is None else str(Path(root) / path)
+
+    data = dataclasses.replace(cfg.data, path=below(cfg.data.path), root=below(cfg.data.root), store_dir=str(Path(root) / cfg.data.store_dir))
+    cluster = dataclasses.replace(cfg.cluster, labels_path=below(cfg.cluster.labels_path))
+    return dataclasses.replace(cfg, data=data, cluster=cluster, run=dataclasses.replace(cfg.run, dir=str(Path(root) / run_dir(cfg))))
 
 
 def command_of(args: argparse.Namespace, verb: str) -> str:

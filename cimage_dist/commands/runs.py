@@ -25,11 +25,17 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "pretrain":
         parser.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
     if name == "embed":
-        parser.add_argument("--parquet", action="store_true", help="also write a parquet file")
+        parser.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
+        parser.add_argument("--nodes", metavar="FILE", type=Path, help="only these nodes (.npy, or one id a line), by sampled neighbourhoods")
+        parser.add_argument("--parquet", action="store_true", help="also write a parquet file for every part")
     if name == "evaluate":
         parser.add_argument("--embedding", metavar="FILE", type=Path, help="score this .npy matrix instead of the run's embeddings")
     if name == "show":
         parser.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
+        parser.add_argument("--plan", action="store_true", help="check the run and tell its steps, memory and communication per worker; starts nothing")
+        parser.add_argument(
+            "--memory", metavar="GB", type=float, help="with --plan: memory of a worker (of its GPU, with resources.device=cuda); exceeding it fails"
+        )
 
 
 def do_ingest(args: argparse.Namespace) -> Any:
@@ -77,13 +83,18 @@ def do_pretrain(args: argparse.Namespace) -> Any:
 def do_embed(args: argparse.Namespace) -> Any:
     from cimage_dist import artifacts, stages
 
-    cfg = config_of(args)
-    folder = stages.embed(cfg, parquet=args.parquet, note=progress_of(args).note)
+    cfg, progress = config_of(args), progress_of(args)
+    if args.on == "ray":
+        from cimage_dist.runtime.ray_embed import embed
+
+        folder = embed(cfg, progress, args.parquet, args.nodes)
+    else:
+        folder = stages.embed(cfg, parquet=args.parquet, note=progress.note, nodes=args.nodes, tick=lambda n, of: progress.update(n, of, {}, "embed"))
+        progress.close()
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
     if not args.json and not args.quiet:
-        print(
-            f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})\nnext: {command_of(args, 'evaluate')}"
-        )
+        print(f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})")
+        print(f"rows are in the order of {args.nodes}" if args.nodes else f"next: {command_of(args, 'evaluate')}")
     return {"embeddings": str(folder), "rows": manifest["rows"], "columns": manifest["columns"], "step": manifest["step"]}
 
 
@@ -114,6 +125,14 @@ def do_show(args: argparse.Namespace) -> Any:
 
     if args.keys:
         return {"keys": show_keys(not args.json)}
+    if args.plan:
+        from cimage_dist.plan.make import make_plan
+        from cimage_dist.plan.report import print_plan
+
+        plan = make_plan(config_of(args), args.memory)
+        if not args.json:
+            print_plan(plan)
+        return plan
     return show_config(config_of(args), not args.json)
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
-import fcntl
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +18,40 @@ from cimage_dist.errors import UserError
 from cimage_dist.graph.sources import own
 from cimage_dist.graph.sources.raw import Source
 from cimage_dist.graph.sources.registry import SOURCES
+from cimage_dist.graph.staging import is_url, stage
 from cimage_dist.graph.store import FORMAT_VERSION, Graph, read_manifest
 from cimage_dist.graph.write import write_store
 
 _LOG = logging.getLogger("cimage")
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 def open_graph(data: DataConfig | str | Path) -> Graph:
     """A registered name, a store folder, a folder with edges.* files, or a data section: an open graph, built if need be."""
     if isinstance(data, str | Path):
         data = _from_text(data)
-    if data.path and _is_store(Path(data.path)):
-        return Graph.open(data.path, data.verify)
-    path = store_path(data)
-    if not _is_store(path):
+    place = store_place(data)
+    if data.stage_dir is None and is_url(place):
+        raise UserError(f"data.path is the URL {place}, and graphs are mapped from a local disk. Set data.stage_dir to a local folder for its copy.")
+    if not is_url(place) and not _is_store(Path(place)):
         ingest(data)
-    return Graph.open(path, data.verify)
+    if data.stage_dir is None:
+        return Graph.open(place, data.verify)
+    return Graph.open(stage(place, Path(data.stage_dir), _LOG.info, data.verify), "never")
 
 
 def ingest(data: DataConfig, progress: Callable[[str], None] | None = None) -> tuple[Path, bool]:
     """(path of the store, whether it was built now). A store that is already there and whole is left alone."""
     progress = progress or (lambda message: None)
+    if data.path and is_url(data.path):
+        raise UserError(
+            f"data.path is the URL {data.path}: a store there is copied when it is used. To make one, ingest from a local folder and upload the result."
+        )
     if data.path and _is_store(Path(data.path)):
         Graph.open(data.path, data.verify)
         return Path(data.path), False
     source, options, path = _source(data), _options(data), store_path(data)
     try:
-        with _lock(path.parent, data.name):
+        with artifacts.locked(path.parent / f".lock-{data.name}"):
             if _is_store(path):
                 try:
                     Graph.open(path, data.verify)
@@ -61,7 +64,7 @@ def ingest(data: DataConfig, progress: Callable[[str], None] | None = None) -> t
             with artifacts.committed_dir(path) as tmp:
                 write_store(raw, data, options, tmp, progress)
     except OSError as error:
-        if error.errno in _UNWRITABLE:
+        if error.errno in artifacts.UNWRITABLE:
             raise UserError(
                 f"Cannot write the graph store below {path.parent}: {error.strerror} ({error.filename}). "
                 "Choose another folder with data.store_dir, or make room."
@@ -69,6 +72,11 @@ def ingest(data: DataConfig, progress: Callable[[str], None] | None = None) -> t
         raise
     progress(f"committed {path}")
     return path, True
+
+
+def store_place(data: DataConfig) -> str:
+    """Where the store lies or will lie: data.path where that names one (a URL does), else below data.store_dir."""
+    return data.path if data.path and (is_url(data.path) or _is_store(Path(data.path))) else str(store_path(data))
 
 
 def store_path(data: DataConfig) -> Path:
@@ -127,15 +135,6 @@ def _from_text(text: str | Path) -> DataConfig:
 
 def _is_store(path: Path) -> bool:
     return (path / artifacts.MANIFEST).is_file()
-
-
-@contextmanager
-def _lock(folder: Path, name: str) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when the process dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".lock-{name}").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:

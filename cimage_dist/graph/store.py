@@ -93,7 +93,11 @@ class Graph:
 
     def features(self) -> Tensor:
         """float32 [N, F]; on the mapped memory when stored so, else a converted copy (use `x` rows for graphs larger than memory)."""
-        return _shared(self.x).to(torch.float32)
+        return self.stored_features().to(torch.float32)
+
+    def stored_features(self) -> Tensor:
+        """[N, F] in the type they are stored in, on the mapped memory."""
+        return _shared(self.x)
 
     def labels(self) -> Tensor | None:
         """int64 [N], -1 where unlabelled; None for a graph without labels."""
@@ -142,12 +146,9 @@ class Graph:
         """16 hex digits of the content (structure, features, labels, masks); where the store lies plays no part."""
         files = self.manifest.get("files")
         if files is not None:
-            # Moments follow from the features, up to rounding that may differ between machines.
-            content = {name: facts["blake2b"] for name, facts in files.items() if name not in MOMENT_FILES}
-        else:
-            arrays = {"indptr": self.indptr, "indices": self.indices, "x": self.x, "y": self.y, **{f"mask_{k}": v for k, v in self.masks.items()}}
-            content = {k: hashlib.blake2b(np.ascontiguousarray(v).data, digest_size=16).hexdigest() for k, v in arrays.items() if v is not None}
-        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+            return fingerprint_of(files)
+        arrays = {"indptr": self.indptr, "indices": self.indices, "x": self.x, "y": self.y, **{f"mask_{k}": v for k, v in self.masks.items()}}
+        return _digest({k: hashlib.blake2b(np.ascontiguousarray(v).data, digest_size=16).hexdigest() for k, v in arrays.items() if v is not None})
 
     @staticmethod
     def open(path: str | Path, verify: Literal["auto", "always", "never"] = "auto") -> Graph:
@@ -155,8 +156,7 @@ class Graph:
         path = Path(path)
         manifest = read_manifest(path)
         files = manifest["files"]
-        total = sum(facts["bytes"] for facts in files.values())
-        if damage := artifacts.damaged_file(path, files, verify == "always" or (verify == "auto" and total <= _AUTO_VERIFY_BYTES)):
+        if damage := artifacts.damaged_file(path, files, should_verify(files, verify)):
             raise UserError(f"Graph store {path} is damaged: {damage}. {_rebuild(path)}")
         y = _load(path / "y.npy") if "y.npy" in files else None
         masks = {name: _load(path / f"mask_{name}.npy") for name in MASKS if f"mask_{name}.npy" in files}
@@ -225,6 +225,21 @@ def count_classes(y: Array | None) -> int:
     return int(y.max()) + 1 if y is not None and y.size else 0
 
 
+def should_verify(files: Mapping[str, Mapping[str, Any]], verify: str) -> bool:
+    """Whether checksums are compared, beside sizes."""
+    return verify == "always" or (verify == "auto" and sum(facts["bytes"] for facts in files.values()) <= _AUTO_VERIFY_BYTES)
+
+
+def fingerprint_of(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """The fingerprint of a store by the `files` of its manifest."""
+    # Moments follow from the features, up to rounding that may differ between machines.
+    return _digest({name: facts["blake2b"] for name, facts in files.items() if name not in MOMENT_FILES})
+
+
+def _digest(content: dict[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a store, or a readable error when there is none or it is of another format."""
     if not (path / artifacts.MANIFEST).is_file():
@@ -233,12 +248,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "Give a registered name, a store made by `cimage ingest`, or a folder with edges.* files."
         )
     manifest = artifacts.read_json(path / artifacts.MANIFEST, "Manifest of the graph store")
+    return check_manifest(manifest, str(path), _rebuild(path))
+
+
+def check_manifest(manifest: Any, store: str, advice: str) -> dict[str, Any]:
+    """The manifest itself where it is that of a graph store this program can read."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f"{path / artifacts.MANIFEST} is not the manifest of a graph store. {_rebuild(path)}")
+        raise UserError(f"{store}/{artifacts.MANIFEST} is not the manifest of a graph store. {advice}")
     if manifest.get("version") != FORMAT_VERSION:
-        raise UserError(f"Graph store {path} has format version {manifest.get('version')}, this program reads version {FORMAT_VERSION}. {_rebuild(path)}")
+        raise UserError(f"Graph store {store} has format version {manifest.get('version')}, this program reads version {FORMAT_VERSION}. {advice}")
     if missing := [key for key in ("name", "counts", "files") if key not in manifest]:
-        raise UserError(f"{path / artifacts.MANIFEST} is damaged: it lacks {', '.join(missing)}. {_rebuild(path)}")
+        raise UserError(f"{store}/{artifacts.MANIFEST} is damaged: it lacks {', '.join(missing)}. {advice}")
     return manifest
 
 

@@ -1,12 +1,16 @@
-"""Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays bounded."""
+"""Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays bounded.
+
+`encode_graph` keeps every layer in memory. `encode_rows` gives some rows of one layer from a reader of the layer before it, wherever that lies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.nn.features import Features
 from cimage_dist.nn.routing import normalize_factors, use_fused
@@ -17,13 +21,13 @@ from cimage_dist.types import EdgeList, Topology
 MAX_FLOATS = 1 << 24
 
 
-def target_ranges(topology: Topology, width: int, max_floats: int = MAX_FLOATS) -> Iterator[slice]:
-    """Consecutive row ranges holding at most max_floats / width messages each (a single larger row stands alone)."""
+def target_ranges(topology: Topology, width: int, max_floats: int = MAX_FLOATS, within: slice | None = None) -> Iterator[slice]:
+    """Consecutive row ranges holding at most max_floats / width messages each (a single larger row stands alone), of all rows or those `within`."""
     limit = max(1, max_floats // width)
-    begin = 0
-    while begin < topology.num_nodes:
+    begin, last = (0, topology.num_nodes) if within is None else (within.start, within.stop)
+    while begin < last:
         end = int(torch.searchsorted(topology.indptr, topology.indptr[begin] + limit, right=True)) - 1
-        end = min(max(end, begin + 1), begin + limit, topology.num_nodes)
+        end = min(max(end, begin + 1), begin + limit, last)
         yield slice(begin, end)
         begin = end
 
@@ -69,3 +73,49 @@ def encode_graph(encoder: Encoder, x: Features, topology: Topology, max_floats: 
 def embed_graph(encoder: Encoder, x: Features, topology: Topology) -> Tensor:
     """The embedding: z with all K factors, float32 [N, K*C] on the CPU; row i is global node i."""
     return encode_graph(encoder, x, topology).z.flatten(1).float().cpu()
+
+
+def num_stages(cfg: ModelConfig) -> int:
+    """Passes over all rows: the projection, each routing layer, the tail."""
+    return 1 + cfg.num_layers + cfg.tail
+
+
+def closed_range(topology: Topology, rows: slice) -> tuple[Tensor, EdgeList, slice]:
+    """A range of rows and all that send messages to it, by themselves: their gids ascending, the messages in local ids, where the range lies.
+
+    Local ids ascend with gids, so sums along messages have the order they have on the whole graph.
+    """
+    edges = range_edges(topology, rows, torch.device("cpu"))
+    gids, local = torch.unique(torch.cat([edges.src, torch.arange(rows.start, rows.stop)]), return_inverse=True)
+    begin = int(local[edges.src.numel()])
+    return gids, EdgeList(local[: edges.src.numel()], edges.dst, gids.numel()), slice(begin, begin + rows.stop - rows.start)
+
+
+@torch.no_grad()
+def encode_rows(
+    encoder: Encoder, stage: int, rows: slice, topology: Topology, read: Callable[[Tensor], Tensor], max_floats: int = MAX_FLOATS
+) -> Iterator[Tensor]:
+    """The output of a stage for a range of rows, a few at a time: float32 [n, K*C] on the CPU, equal to what `encode_graph` has there.
+
+    Stage 0 projects the features, 1 .. num_layers route, the one after smooths. `read(gids)` gives rows of the stage's input, gids
+    ascending. The encoder must be in eval mode. How the range is cut depends on it and on max_floats alone.
+    """
+    assert not encoder.training
+    cfg, weight = encoder.cfg, encoder.linear.weight
+    width = cfg.num_factors * cfg.factor_dim
+    if stage == 0:
+        step = max(1, max_floats // max(width, encoder.linear.in_features))
+        for begin in range(rows.start, rows.stop, step):
+            x = read(torch.arange(begin, min(begin + step, rows.stop)))
+            yield encoder.project(x.to(weight.device, weight.dtype)).flatten(1).float().cpu()
+        return
+    for part in target_ranges(topology, width, max_floats, rows):
+        gids, edges, targets = closed_range(topology, part)
+        h = read(gids).to(weight.device, weight.dtype).view(-1, cfg.num_factors, cfg.factor_dim)
+        edges = edges.to(weight.device)
+        if stage <= cfg.num_layers:
+            out = encoder.route_layer(h, edges, targets)
+        else:
+            degree = topology.indptr[gids + 1] - topology.indptr[gids] + 1
+            out = gcn_smooth(h, edges, degree.to(weight.device), targets)
+        yield out.flatten(1).float().cpu()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -48,9 +50,37 @@ class MomentsNorm(nn.Module):
         return (y - mean) * scale + self.bias
 
 
+class BatchNorm(nn.BatchNorm1d):
+    """Batch normalisation whose moments may be those of all ranks' rows together, on CPU and GPU alike (§2).
+
+    `reduce` sums a tensor over ranks with a gradient that sums too; None: this process's rows only.
+    """
+
+    reduce: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, y: Tensor) -> Tensor:
+        if self.reduce is None or not self.training:
+            return super().forward(y)
+        wide = y.to(torch.float64)
+        packed = self.reduce(torch.cat([wide.sum(0), wide.square().sum(0), wide.new_full((1,), y.shape[0])]))
+        count = packed[-1]
+        mean, square = packed[:-1].view(2, -1) / count
+        variance = (square - mean.square()).clamp_min(0)
+        self._remember(mean.detach(), (variance * count / (count - 1).clamp_min(1)).detach())
+        scale = (variance + self.eps).rsqrt().to(y.dtype) * self.weight
+        return (y - mean.to(y.dtype)) * scale + self.bias
+
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        for kept, found in ((self.running_mean, mean), (self.running_var, variance)):
+            assert kept is not None and self.momentum is not None
+            kept.lerp_(found.to(kept.dtype), self.momentum)
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+
+
 def make_norm(kind: str, linear: nn.Linear, dropout: float, moments: FeatureMoments | None) -> nn.Module:
     if kind == "batch":
-        return nn.BatchNorm1d(linear.out_features)
+        return BatchNorm(linear.out_features)
     if kind == "layer":
         return nn.LayerNorm(linear.out_features)
     if moments is None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
+import json
 import os
+import signal
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import ray
@@ -15,18 +19,25 @@ import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.metrics import Gauge
 from torch import Tensor
 
 from cimage_dist import checkpoint, stages
-from cimage_dist.artifacts import RunDir
+from cimage_dist.artifacts import RunDir, write_text
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, load_config, run_dir
-from cimage_dist.errors import UserError
+from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.eval.report import read_metrics
 from cimage_dist.graph.ingest import open_graph
-from cimage_dist.train.loop import SHOWN, pick_device
+from cimage_dist.runtime.ray_session import start_ray, uses_gpu
+from cimage_dist.runtime.storage_check import check_storage
+from cimage_dist.train.loop import SHOWN
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
+
+_LOOK_EVERY_S = 1.0  # for a request to stop
+_LOCK_PATIENCE_S = 60.0  # a worker that Ray gave up may live on for a while and hold the run directory
+_RESIZE_EVERY_S = 30.0  # an elastic run looks for new nodes
 
 
 class RaySink(LocalSink):
@@ -36,48 +47,86 @@ class RaySink(LocalSink):
     """
 
     def __init__(self, run: RunDir, cfg: Config, comm: Comm) -> None:
-        super().__init__(run, cfg.run, is_main=comm.is_main, catch_signals=False)
+        super().__init__(run, cfg.run, is_main=comm.is_main, catch_signals=False, lock_patience_s=_LOCK_PATIENCE_S)
         self.comm = comm
+        self._looked = 0.0
+        self._gauges: dict[str, Gauge] = {}
 
     def restore(self) -> checkpoint.Checkpoint | None:
         """Collective: rank 0 picks the newest whole checkpoint and all load that one."""
         found = super().restore() if self.is_main else None
+        if self.is_main:
+            self._note_attempt(found.step if found else 0)
         path = self.comm.broadcast_object(str(found.path) if found else None)
         if path is None or found is not None:
             return found
         return checkpoint.load(Path(path))
 
+    def _note_attempt(self, step: int) -> None:
+        """One line for each start of the workers: after which step, how many, when."""
+        with (self.run.root / "attempts.jsonl").open("a") as file:
+            file.write(json.dumps({"after_step": step, "workers": self.comm.world, "unix_time": round(time.time(), 1)}) + "\n")
+
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
         super().log(kind, step, metrics)
-        ray.train.report({"kind": kind, "step": step, **{name: value for name, value in metrics.items() if isinstance(value, (int, float, str))}})
+        plain = {name: value for name, value in metrics.items() if isinstance(value, (int, float, str))}
+        if self.is_main:
+            self._export(kind, plain)
+        ray.train.report({"kind": kind, "step": step, "checkpoint_path": self._newest(), **plain})
+
+    def _newest(self) -> str:
+        pointer = self.run.checkpoints / "LATEST"
+        return str(self.run.checkpoints / pointer.read_text().strip()) if self.is_main and pointer.is_file() else ""
+
+    def _export(self, kind: str, values: dict[str, Any]) -> None:
+        """Ray's Prometheus endpoint shows them as ray_cimage_<kind>_<name>."""
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                key = f"cimage_{kind}_{name}".replace("/", "_")
+                if key not in self._gauges:
+                    self._gauges[key] = Gauge(key, description=f"{name} of the newest {kind} record", tag_keys=("run",))
+                self._gauges[key].set(float(value), tags={"run": str(self.run.root)})
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
         """Collective: nobody goes on before the checkpoint is on storage."""
         super().save(step, tensors, meta, is_best)
         self.comm.barrier()
 
+    def stop_signal(self) -> int:
+        """What the driver was told, through a file in the run directory."""
+        now = time.monotonic()
+        if self.is_main and now - self._looked > _LOOK_EVERY_S:
+            self._looked = now
+            with contextlib.suppress(OSError, ValueError):
+                self._signal = int(stop_file(self.run).read_text())
+        return self._signal
+
+
+def stop_file(run: RunDir) -> Path:
+    return run.root / "STOP"
+
 
 def absolute(cfg: Config) -> Config:
     """Workers run in other directories: every path becomes absolute."""
 
     def full(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).resolve())
+        return path if path is None or "://" in path else str(Path(path).resolve())
 
     data, cluster = cfg.data, cfg.cluster
     root = full(data.root or os.environ.get("CIMAGE_DATA_ROOT"))
     return dataclasses.replace(
         cfg,
-        data=dataclasses.replace(data, path=full(data.path), root=root, store_dir=str(Path(data.store_dir).resolve())),
+        data=dataclasses.replace(data, path=full(data.path), root=root, store_dir=str(Path(data.store_dir).resolve()), stage_dir=full(data.stage_dir)),
         cluster=dataclasses.replace(cluster, labels_path=full(cluster.labels_path)),
         run=dataclasses.replace(cfg.run, dir=str(run_dir(cfg).resolve())),
         resources=dataclasses.replace(cfg.resources, threads=cfg.resources.threads or cfg.resources.cpus_per_worker),
     )
 
 
-def _train_worker(job: dict[str, Any]) -> str | None:
+def _train_worker(job: dict[str, Any]) -> dict[str, Any]:
     """What each Ray worker runs; the run directory holds the config.
 
-    A mistake of the user is returned, not raised: trying again would not mend it.
+    A mistake of the user and a wish to stop are returned, not raised: trying again would not mend them.
     """
     cfg = load_config(job["config"])
     comm = Comm.from_environment()
@@ -95,7 +144,9 @@ def _train_worker(job: dict[str, Any]) -> str | None:
                 stages.train(cfg, comm, sink, graph)
             except UserError as error:
                 complaint = str(error)
-    return complaint
+            except Interrupted as stop:
+                return {"signum": stop.signum, "step": stop.step}
+    return {"complaint": complaint}
 
 
 def _first_complaint(own: str | None, comm: Comm) -> str | None:
@@ -130,44 +181,99 @@ def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
     cfg = absolute(cfg)
     with stages.summarised(cfg, open_graph(cfg.data)) as outcome:
         start_ray(cfg)
-        progress.note(f"training on {cfg.resources.num_workers} Ray workers into {outcome.run.root}")
+        if len([node for node in ray.nodes() if node["Alive"]]) > 1:
+            check_storage(outcome.run.root)
+        res = cfg.resources
+        workers = f"{res.min_workers} to {res.num_workers}" if 0 < res.min_workers < res.num_workers else str(res.num_workers)
+        progress.note(f"training on {workers} Ray workers into {outcome.run.root}")
         follower = Follower(outcome.run, progress)
         follower.start()
         try:
-            _fit(cfg, outcome.run)
+            with _signals_to(outcome.run):
+                _fit(cfg, outcome.run)
         finally:
             follower.is_done.set()
             follower.join()
     return outcome.summary
 
 
-def start_ray(cfg: Config) -> None:
-    """Join the cluster named by RAY_ADDRESS, or start Ray here for this run only; fail at once where the workers do not fit."""
-    res = cfg.resources
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    free = ray.cluster_resources()
-    wanted = {"CPU": res.num_workers * res.cpus_per_worker, "GPU": res.num_workers if pick_device(cfg).type == "cuda" else 0}
-    for kind, count in wanted.items():
-        if free.get(kind, 0) < count:
-            raise UserError(
-                f"{res.num_workers} workers need {count} {kind}s, the Ray cluster has {free.get(kind, 0):g}. Lower resources.num_workers or resources.cpus_per_worker."
-            )
+@contextlib.contextmanager
+def _signals_to(run: RunDir) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the workers to save and stop; a second SIGINT does not wait."""
+    file = stop_file(run)
+    file.unlink(missing_ok=True)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if file.exists() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        write_text(file, str(number))
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        file.unlink(missing_ok=True)
+
+
+def scaling(cfg: Config) -> Any:
+    """A fixed number of workers, or a range between which Ray moves as nodes come and go."""
+    res, use_gpu = cfg.resources, uses_gpu(cfg)
+    is_elastic = 0 < res.min_workers < res.num_workers
+    return cast(Any, ScalingConfig)(
+        num_workers=(res.min_workers, res.num_workers) if is_elastic else res.num_workers,
+        use_gpu=use_gpu,
+        resources_per_worker={"CPU": res.cpus_per_worker} | ({"GPU": 1} if use_gpu else {}),
+        elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
+    )
 
 
 def _fit(cfg: Config, run: RunDir) -> None:
     res = cfg.resources
-    use_gpu = pick_device(cfg).type == "cuda"
+    use_gpu = uses_gpu(cfg)
     trainer = TorchTrainer(
         cast(Any, _train_worker),
         train_loop_config={"config": str(run.config)},
-        scaling_config=ScalingConfig(
-            num_workers=res.num_workers, use_gpu=use_gpu, resources_per_worker={"CPU": res.cpus_per_worker} | ({"GPU": 1} if use_gpu else {})
-        ),
+        scaling_config=scaling(cfg),
         # On GPUs too: labels, counts and decisions travel as CPU tensors.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=res.timeout_s),
-        run_config=RunConfig(name="ray", storage_path=str(run.root), failure_config=FailureConfig(max_failures=res.max_failures)),
+        run_config=cast(Any, RunConfig)(
+            name="ray",
+            storage_path=str(run.root),
+            failure_config=FailureConfig(max_failures=res.max_failures),
+            worker_runtime_env={"env_vars": _network()},
+        ),
     )
-    complaint = cast(Any, trainer.fit()).return_value
-    if complaint:
-        raise UserError(complaint)
+    told = _in_a_thread(trainer)
+    if told.get("complaint"):
+        raise UserError(told["complaint"])
+    if "signum" in told:
+        raise Interrupted(told["signum"], told["step"])
+
+
+def _network() -> dict[str, str]:
+    """Which interface collectives use, where the user named one."""
+    return {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
+
+
+def _in_a_thread(trainer: TorchTrainer) -> dict[str, Any]:
+    """What rank 0 returned. In the main thread Ray would take SIGINT for itself and kill the workers without a checkpoint."""
+    found: list[Any] = []
+
+    def fit() -> None:
+        try:
+            found.append(cast(Any, trainer.fit()).return_value)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return cast(dict[str, Any], found[0])

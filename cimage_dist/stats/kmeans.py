@@ -13,9 +13,11 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
+from cimage_dist.stats.kmeans_cpu import add_chunk
 
 CHUNK_ROWS = 4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
 _SAMPLE_PER_CLUSTER = 256
+_IDS_PER_CHUNK = 1 << 16
 _TIE = 1e-9  # relative difference of inertia below which the earlier start is kept
 
 
@@ -64,16 +66,16 @@ def kmeans(
         raise UserError(f"k-means: the start centres have shape {list(init.shape)}, but {num_clusters} clusters of width {x.shape[1]} are wanted.")
     if gids is not None and gids.numel() != x.shape[0]:
         raise UserError(f"k-means: {gids.numel()} global ids were given for {x.shape[0]} rows; there must be one per row.")
-    gids = _default_gids(x, comm) if gids is None else gids.to(x.device, torch.int64)
+    ids = _Ids(_first_gid(x, comm), None) if gids is None else _Ids(0, gids.to(x.device, torch.int64))
     num_rows, mean = _count_and_mean(x, num_clusters, comm, chunk_rows)
     shard = _Shard(x, torch.zeros_like(mean) if spherical else mean, chunk_rows, spherical)
     best: tuple[float, Tensor, int] | None = None
     for restart in range(1 if init is not None else restarts):
         if init is None:
-            centres = _draw_start(shard, gids, num_rows, num_clusters, keyed.stream(seed, "kmeans", restart), comm)
+            centres = _draw_start(shard, ids, num_rows, num_clusters, keyed.stream(seed, "kmeans", restart), comm)
         else:
             centres = comm.broadcast(shard.moved(init))
-        run = _lloyd(shard, gids, centres, comm, max_iterations, tol)
+        run = _lloyd(shard, ids, centres, comm, max_iterations, tol)
         # Starts often end in the same clusters, numbered otherwise: rounding, which depends on the sharding, must not choose between them.
         if best is None or run[0] < best[0] * (1 - _TIE):
             best = run
@@ -93,6 +95,17 @@ def assign(x: Tensor, centres: Tensor, chunk_rows: int = CHUNK_ROWS, spherical: 
     origin = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device) if spherical else _as_origin(_sum(x, chunk_rows) / max(x.shape[0], 1), x)
     shard = _Shard(x, origin, chunk_rows, spherical)
     return _assign(shard, shard.moved(centres))
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """Global ids of the local rows: as given, or counted on from `first` without keeping them."""
+
+    first: int
+    given: Tensor | None
+
+    def __call__(self, lids: Tensor) -> Tensor:
+        return lids + self.first if self.given is None else self.given[lids]
 
 
 @dataclass(frozen=True)
@@ -138,24 +151,15 @@ def _assign(shard: _Shard, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return labels, confidence, nearest
 
 
-def _lloyd(shard: _Shard, gids: Tensor, centres: Tensor, comm: Comm, max_iterations: int, tol: float) -> tuple[float, Tensor, int]:
+def _lloyd(shard: _Shard, ids: _Ids, centres: Tensor, comm: Comm, max_iterations: int, tol: float) -> tuple[float, Tensor, int]:
     """Collective: (inertia of the returned centres, centres float64 [C, D], number of assignment passes)."""
     num_clusters, dim = centres.shape
-    nearest = torch.empty(shard.x.shape[0], dtype=_compute_dtype(shard.x), device=shard.x.device)
     previous = math.inf
     for iteration in range(1, max_iterations + 1):
-        local = torch.zeros(num_clusters * (dim + 1) + 1, dtype=torch.float64, device=shard.x.device)
-        sums, counts, total = _parts(local, num_clusters, dim)
-        for chunk, rows, score_NC in shard.scores(centres):
-            lowest, labels = score_NC.min(1)
-            nearest[chunk] = _squared_distance(rows, lowest)
-            sums.index_add_(0, labels, rows.to(torch.float64))
-            counts += torch.bincount(labels, minlength=num_clusters)
-            total += nearest[chunk].sum(dtype=torch.float64)
-        sums, counts, total = _parts(comm.sum(local), num_clusters, dim)
+        sums, counts, total = _parts(comm.sum(_local_sums(shard, centres)), num_clusters, dim)
         inertia = float(total)
         empty = (counts == 0).nonzero().squeeze(1)
-        offers = _farthest(shard, gids, nearest, empty.numel(), comm)
+        offers = _farthest(shard, ids, centres, empty.numel(), comm)
         is_settled = inertia == 0.0 or (math.isfinite(previous) and previous - inertia <= tol * previous)
         if (is_settled and offers.shape[0] == 0) or iteration == max_iterations:
             break
@@ -170,26 +174,47 @@ def _lloyd(shard: _Shard, gids: Tensor, centres: Tensor, comm: Comm, max_iterati
     return inertia, centres, iteration
 
 
+def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
+    """Sums, counts and inertia of this rank's rows around their nearest centres, packed: float64 [C·(D+1)+1]."""
+    num_clusters, dim = centres.shape
+    packed = torch.zeros(num_clusters * (dim + 1) + 1, dtype=torch.float64, device=shard.x.device)
+    sums, counts, total = _parts(packed, num_clusters, dim)
+    labels = torch.empty(shard.chunk_rows, dtype=torch.int64, device=shard.x.device)
+    nearest = torch.empty(shard.chunk_rows, dtype=_compute_dtype(shard.x), device=shard.x.device)
+    for _, rows, score_NC in shard.scores(centres):
+        if rows.device.type == "cpu":
+            at = slice(0, rows.shape[0])
+            arrays = (rows.contiguous(), score_NC, labels[at], nearest[at], sums, counts)
+            total += add_chunk(*(a.numpy() for a in arrays))
+        else:
+            lowest, found = score_NC.min(1)
+            sums.index_add_(0, found, rows.to(torch.float64))
+            counts += torch.bincount(found, minlength=num_clusters)
+            total += _squared_distance(rows, lowest).sum(dtype=torch.float64)
+    return packed
+
+
 def _parts(packed: Tensor, num_clusters: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the C·(D+1)+1 reduced values: sums [C, D], counts [C], inertia [1]."""
     return packed[: num_clusters * dim].view(num_clusters, dim), packed[num_clusters * dim : -1], packed[-1:]
 
 
-def _farthest(shard: _Shard, gids: Tensor, nearest: Tensor, num_empty: int, comm: Comm) -> Tensor:
+def _farthest(shard: _Shard, ids: _Ids, centres: Tensor, num_empty: int, comm: Comm) -> Tensor:
     """Collective: rows farthest from their centres, float64 [at most num_empty, D], by falling distance and rising gid; the same on all ranks.
 
     Rows within rounding error of their centre are not offered: moving a centre there gains nothing.
     """
     if num_empty == 0:
         return shard.origin.new_empty((0, shard.x.shape[1]))
+    _, _, nearest = _assign(shard, centres)
     lids = torch.arange(shard.x.shape[0], device=shard.x.device)
     if shard.x.shape[0] > num_empty:
         lids = (nearest >= nearest.topk(num_empty).values[-1]).nonzero().squeeze(1)
-        lids = lids[_order(nearest[lids], gids[lids])[:num_empty]]
+        lids = lids[_order(nearest[lids], ids(lids))[:num_empty]]
     rows = shard.rows(lids)
     keep = nearest[lids] > 16 * torch.finfo(rows.dtype).eps * rows.square().sum(1)
     offers = torch.cat([nearest[lids, None], rows], dim=1)[keep].to(torch.float64)
-    all_offers, all_gids = comm.gather_rows(offers), comm.gather_rows(gids[lids][keep])
+    all_offers, all_gids = comm.gather_rows(offers), comm.gather_rows(ids(lids)[keep])
     return all_offers[_order(all_offers[:, 0], all_gids)[:num_empty], 1:]
 
 
@@ -199,15 +224,18 @@ def _order(distance: Tensor, gids: Tensor) -> Tensor:
     return by_gid[distance[by_gid].argsort(descending=True, stable=True)]
 
 
-def _draw_start(shard: _Shard, gids: Tensor, num_rows: int, num_clusters: int, key: int, comm: Comm) -> Tensor:
+def _draw_start(shard: _Shard, ids: _Ids, num_rows: int, num_clusters: int, key: int, comm: Comm) -> Tensor:
     """Collective: k-means++ centres float64 [C, D] from a uniform sample of 256·C rows, chosen by the hash of their global ids."""
     sample_size = min(num_rows, _SAMPLE_PER_CLUSTER * num_clusters)
-    hashes = keyed.bits(key, gids)
-    lowest = hashes.topk(min(sample_size, hashes.numel()), largest=False).values
+    chunks = torch.arange(shard.x.shape[0], device=shard.x.device).split(_IDS_PER_CHUNK)
+    lowest = torch.empty(0, dtype=torch.int64, device=shard.x.device)
+    for lids in chunks:
+        seen = torch.cat([lowest, keyed.bits(key, ids(lids))])
+        lowest = seen.topk(min(sample_size, seen.numel()), largest=False).values
     # The hash is a bijection of the id, so exactly sample_size rows lie at or below the threshold.
     threshold = comm.gather_rows(lowest).sort().values[sample_size - 1]
-    lids = (hashes <= threshold).nonzero().squeeze(1)
-    sample, sample_gids = comm.gather_rows(shard.rows(lids)), comm.gather_rows(gids[lids])
+    lids = torch.cat([lids[keyed.bits(key, ids(lids)) <= threshold] for lids in chunks])
+    sample, sample_gids = comm.gather_rows(shard.rows(lids)), comm.gather_rows(ids(lids))
     centres = shard.origin.new_zeros((num_clusters, shard.x.shape[1]))
     if comm.is_main:
         centres = _plus_plus(sample[sample_gids.argsort()], num_clusters, key)
@@ -266,6 +294,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _default_gids(x: Tensor, comm: Comm) -> Tensor:
+def _first_gid(x: Tensor, comm: Comm) -> int:
+    """Collective: the number of rows on lower ranks."""
     sizes = comm.gather_rows(torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device))
-    return torch.arange(x.shape[0], device=x.device) + sizes[: comm.rank].sum()
+    return int(sizes[: comm.rank].sum())

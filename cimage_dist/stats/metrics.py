@@ -37,6 +37,15 @@ def matched_accuracy(table: Tensor) -> float:
     return int(t_CM[clusters, classes].sum()) / int(t_CM.sum())
 
 
+def matched_labels(table: Tensor) -> Tensor:
+    """The class that the best one-to-one matching gives each cluster, int64 [clusters]; -1 where it gives none."""
+    t_CM = _counts(table)
+    clusters, classes = _match(t_CM)
+    found = np.full(t_CM.shape[0], -1, dtype=np.int64)
+    found[clusters] = classes
+    return torch.from_numpy(found)
+
+
 def nmi(table: Tensor) -> float:
     """Mutual information over the arithmetic mean of the two entropies; two trivial partitions agree fully (1)."""
     p_CM = _counts(table).astype(np.float64)

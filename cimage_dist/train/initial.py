@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from zipfile import BadZipFile
+from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.cluster import dinknet, propagated, rdgae
+from cimage_dist.cluster.count import estimate_clusters
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.errors import UserError
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import compact
 from cimage_dist.stats.kmeans import assign, kmeans
 from cimage_dist.train.embedder import Embedder
+from cimage_dist.train.labels import LabelSet, cache_folder, find_labels, read_labels, write_labels
 from cimage_dist.types import Topology
 
 # step, total, values, stage: what a progress bar shows
 Tick = Callable[[int, int, dict[str, float], str], None]
 
-_SMALL, _LARGE = 25_000, 5_000_000
+SMALL, _LARGE = 25_000, 5_000_000
 _FIT_ROWS = 100_000
 _ASSIGN_ROWS = 50_000
 
@@ -35,36 +37,14 @@ def _no_tick(step: int, total: int, values: dict[str, float], stage: str) -> Non
     return None
 
 
-def number_of_clusters(cfg: Config, num_classes: int) -> int:
-    count = cfg.cluster.num_clusters or num_classes
-    if count < 2:
-        raise UserError("The number of clusters is unknown: this graph has no labels to count classes from. Set cluster.num_clusters.")
-    return count
-
-
-def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """labels int64 [N] (-1: none), confidence float64 [N] (1 where the file has none): .npy, or .npz with `labels`, `confidence`."""
-    try:
-        found = np.load(path, allow_pickle=False)
-        labels = found["labels"] if hasattr(found, "files") else found
-        confidence = found["confidence"] if hasattr(found, "files") and "confidence" in found.files else np.ones(len(labels))
-    except FileNotFoundError:
-        raise UserError(f"Label file not found: {path}. Set cluster.labels_path to a .npy or .npz file.") from None
-    except (ValueError, OSError, EOFError, KeyError, TypeError, BadZipFile) as error:
-        raise UserError(f"Label file {path} cannot be read: {error}. Expected integers in a .npy, or a .npz with `labels` (and `confidence`).") from None
-    if labels.shape != (num_nodes,) or confidence.shape != (num_nodes,):
-        raise UserError(f"Label file {path} has labels of shape {labels.shape} and confidence of shape {confidence.shape}; the graph has {num_nodes:,} nodes.")
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise UserError(f"Label file {path} holds {labels.dtype}, not integers.")
-    if not (np.issubdtype(confidence.dtype, np.number) or confidence.dtype == np.bool_):
-        raise UserError(f"Label file {path} has a confidence of type {confidence.dtype}, not numbers.")
-    if (labels < -1).any() or not 1 <= labels.max(initial=-1) < num_nodes:
-        raise UserError(
-            f"Label file {path} must number at least two clusters from 0, below the number of nodes, with -1 for unlabelled nodes; found {labels.min()} to {labels.max()}."
-        )
-    if not np.isfinite(confidence).all():
-        raise UserError(f"Label file {path} has NaN or infinite confidence in {(~np.isfinite(confidence)).sum():,} rows.")
-    return torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(confidence.astype(np.float64))
+def number_of_clusters(cfg: Config, graph: Graph, topology: Topology, comm: Comm | None = None, tick: Tick = _no_tick) -> int:
+    """Collective: as configured; else the graph's number of classes; else, or with 0, estimated from features and edges alone."""
+    if cfg.cluster.num_clusters:
+        return cfg.cluster.num_clusters
+    if graph.num_classes >= 2 and cfg.cluster.num_clusters is None:
+        return graph.num_classes
+    x = compact(graph.features().to(torch.get_default_dtype()))
+    return estimate_clusters(x, topology, propagated.settings_for(graph.num_nodes), cfg.run.seed, comm, tick)
 
 
 def labels_by_kmeans(encoder: Encoder, embedder: Embedder, num_nodes: int, num_clusters: int, cfg: Config, comm: Comm) -> tuple[Tensor, Tensor]:
@@ -96,27 +76,57 @@ def method_for(init: str, num_nodes: int) -> str:
     """
     if init != "auto":
         return init
-    return "rdgae" if num_nodes <= _SMALL else "dinknet" if num_nodes <= _LARGE else "propagated"
+    return "rdgae" if num_nodes <= SMALL else "dinknet" if num_nodes <= _LARGE else "propagated"
+
+
+def settings_of(method: str, cfg: Config, num_nodes: int, num_clusters: int) -> Any:
+    """What the method takes, by the dataset's name or size; None for selfkmeans, which takes the whole config."""
+    if method == "rdgae":
+        return rdgae.settings_for(cfg.data.name, num_clusters)
+    if method == "dinknet":
+        return dinknet.settings_for(cfg.data.name, num_nodes)
+    return propagated.settings_for(num_nodes) if method == "propagated" else None
 
 
 def initial_labels(
     cfg: Config, graph: Graph, topology: Topology, edge_only: Callable[[], tuple[Encoder, Embedder]], comm: Comm | None = None, tick: Tick = _no_tick
-) -> tuple[Tensor, Tensor]:
-    """Collective: (label int64 [N], confidence float64 [N]) by `cluster.init`, on the edges of `topology` only.
+) -> LabelSet:
+    """Collective: a label and a confidence for every node by `cluster.init`, on the edges of `topology` only.
 
     `edge_only` trains an encoder with the edge loss alone and returns it with an embedder: the released way to first labels.
+    Labels made before for the same graph, method, settings and seed are read from the label cache beside the graph stores.
     """
     comm = comm or Comm()
     if cfg.cluster.init == "file":
         assert cfg.cluster.labels_path is not None
-        return labels_from_file(Path(cfg.cluster.labels_path), graph.num_nodes)
-    count, name, seed = number_of_clusters(cfg, graph.num_classes), cfg.data.name, cfg.run.seed
+        return read_labels(Path(cfg.cluster.labels_path), graph.num_nodes)
+    count = number_of_clusters(cfg, graph, topology, comm, tick)
     method = method_for(cfg.cluster.init, graph.num_nodes)
+    settings = settings_of(method, cfg, graph.num_nodes, count)
+    folder = cache_folder(cfg, graph.fingerprint, method, count, settings) if graph.path else None
+    found = comm.broadcast_object(find_labels(folder, graph.num_nodes) if folder and comm.is_main else None)
+    if found is None:
+        began = time.perf_counter()
+        labels, confidence = _make(method, settings, cfg, graph, topology, count, edge_only, comm, tick)
+        found = LabelSet(labels, confidence, {"method": method, "clusters": count, "seed": cfg.run.seed, "seconds": time.perf_counter() - began})
+        if folder and comm.is_main:
+            write_labels(folder, found)
+    return replace(found, facts={**found.facts, "folder": str(folder)}) if folder else found
+
+
+def _make(
+    method: str,
+    settings: Any,
+    cfg: Config,
+    graph: Graph,
+    topology: Topology,
+    count: int,
+    edge_only: Callable[[], tuple[Encoder, Embedder]],
+    comm: Comm,
+    tick: Tick,
+) -> tuple[Tensor, Tensor]:
     if method == "selfkmeans":
         return labels_by_kmeans(*edge_only(), graph.num_nodes, count, cfg, comm)
+    make = {"rdgae": rdgae.rdgae_labels, "dinknet": dinknet.dinknet_labels, "propagated": propagated.propagated_labels}[method]
     x = compact(graph.features().to(torch.get_default_dtype()))
-    if method == "rdgae":
-        return rdgae.rdgae_labels(x, topology, count, rdgae.settings_for(name, count), seed, comm, tick)
-    if method == "dinknet":
-        return dinknet.dinknet_labels(x, topology, count, dinknet.settings_for(name, graph.num_nodes), seed, comm, tick)
-    return propagated.propagated_labels(x, topology, count, propagated.settings_for(graph.num_nodes), seed, comm, tick)
+    return cast(Any, make)(x, topology, count, settings, cfg.run.seed, comm, tick)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import time
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ from cimage_dist.graph.store import Graph
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import compact
 from cimage_dist.nn.model import CimageModel, build_model, norm_kind
+from cimage_dist.nn.norm import BatchNorm
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
 from cimage_dist.train.initial import initial_labels
+from cimage_dist.train.labels import LabelSet
+from cimage_dist.train.meter import Meter
 from cimage_dist.train.refresh import Refresher, random_scores
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import objective, train_step
@@ -60,6 +64,9 @@ class Trainer:
         self.batches, self.embedder = self._data()
         self.wrapped: nn.Module = self.model
         if comm.world > 1:
+            norm = self.model.encoder.norm
+            if cfg.sampler.fanouts and isinstance(norm, BatchNorm):
+                norm.reduce = comm.grad_sum
             # Buffers are shared after each step (below), so that embeddings between two steps agree too; most are constant anyway.
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, broadcast_buffers=False)
         optim = cfg.optim
@@ -79,8 +86,12 @@ class Trainer:
         return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology)
 
     @property
-    def total_steps(self) -> int:
+    def total_batches(self) -> int:
         return self.cfg.train.epochs * self.batches.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        return math.ceil(self.total_batches / self.cfg.train.accumulate)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
@@ -115,10 +126,11 @@ class Trainer:
         self.scores, metrics = self.refresher(self.model.encoder, self.step, self.scores)
         return metrics
 
-    def advance(self, batch: StepBatch) -> dict[str, Tensor]:
-        """Collective: one optimiser step."""
+    def advance(self, batches: Sequence[StepBatch]) -> dict[str, Tensor]:
+        """Collective: one optimiser step on train.accumulate batches."""
         self.model.train()
-        terms = train_step(self.wrapped, self.optimizer, self.scheduler, batch, self.step, self.cfg, self.scores, self.comm)
+        first = self.step * self.cfg.train.accumulate
+        terms = train_step(self.wrapped, self.optimizer, self.scheduler, batches, first, self.cfg, self.scores, self.comm)
         self._share_running_statistics()
         self.step += 1
         return terms
@@ -130,8 +142,12 @@ class Trainer:
             for buffer in norm.buffers():
                 buffer.copy_(self.comm.broadcast(buffer))
 
-    def remaining(self) -> Iterator[StepBatch]:
-        return self.batches.iterate(self.step, self.total_steps)
+    def remaining(self) -> Iterator[list[StepBatch]]:
+        """The batches of each step to come, as they are made."""
+        size = self.cfg.train.accumulate
+        batches = self.batches.iterate(self.step * size, self.total_batches)
+        while group := list(itertools.islice(batches, size)):
+            yield group
 
 
 def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink) -> tuple[Encoder, Embedder]:
@@ -144,12 +160,17 @@ def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: 
         run=dataclasses.replace(cfg.run, seed=seed),
     )
     trainer = Trainer(short, graph, topology, comm)
-    for batch in trainer.remaining():
-        terms = trainer.advance(batch)
+    for batches in trainer.remaining():
+        terms = trainer.advance(batches)
         sink.tick(trainer.step, trainer.total_steps, {"loss": float(terms["structure"])}, "initial labels")
-        if signum := _agree_on_signal(sink, comm):
+        if signum := _agree(sink, comm, False)[0]:
             raise Interrupted(signum, 0)
     return trainer.model.encoder, trainer.embedder
+
+
+def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink) -> LabelSet:
+    """Collective: the initial labels of this config, made or found."""
+    return initial_labels(cfg, graph, topology, lambda: _edge_only(cfg, graph, topology, comm, sink), comm, sink.tick)
 
 
 def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
@@ -162,8 +183,8 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         return
     kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
     if kept is None:
-        labels, confidence = initial_labels(cfg, graph, trainer.topology, lambda: _edge_only(cfg, graph, trainer.topology, comm, sink), comm, sink.tick)
-        kept = {"labels": labels, "confidence": confidence}
+        found = make_labels(cfg, graph, trainer.topology, comm, sink)
+        kept = {"labels": found.labels, "confidence": found.confidence}
         sink.store(_LABELS, kept)
     trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm)
 
@@ -184,29 +205,34 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
     if saved is not None:
         trainer.restore(saved)
     total = trainer.total_steps
-    clock, edges = time.perf_counter(), 0.0
-    for batch in trainer.remaining():
+    meter = Meter(cfg, trainer.device)
+    for batches in meter.timed(trainer.remaining()):
         refreshed = trainer.refresh()
         if refreshed is not None:
             sink.log("ci", trainer.step, refreshed)
-        terms = trainer.advance(batch)
+        with meter.time("step"):
+            terms = trainer.advance(batches)
         step = trainer.step
-        edges += batch.global_pos
+        meter.edges += sum(batch.global_pos for batch in batches)
         is_last = step == total
-        metrics = _reduce(terms, cfg, comm, step)
+        is_logged = step % cfg.run.log_every == 0 or is_last
+        validates = validate is not None and bool(cfg.train.validate_every) and (step % cfg.train.validate_every == 0 or is_last)
+        with meter.time("exchange"):
+            # On a GPU reading a number waits for all work in flight, so only when somebody will look at it.
+            looks = is_logged or validates or is_last or step % cfg.run.checkpoint_every == 0 or trainer.device.type == "cpu"
+            metrics = _reduce(terms, cfg, comm, step) if looks else {}
         sink.tick(step, total, {name: metrics[name] for name in SHOWN if name in metrics})
-        if step % cfg.run.log_every == 0 or is_last:
-            seconds = time.perf_counter() - clock
-            sink.log(
-                "train", step, metrics | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0], "edges_per_s": edges / seconds, "seconds": seconds}
-            )
-            clock, edges = time.perf_counter(), 0.0
-        is_best = False
-        if validate and cfg.train.validate_every and (step % cfg.train.validate_every == 0 or is_last):
-            is_best = _validate(trainer, validate, sink)
-        signum = _agree_on_signal(sink, comm)
-        if is_best or is_last or signum or step % cfg.run.checkpoint_every == 0:
+        with meter.time("exchange"):
+            signum, is_due = _agree(sink, comm, meter.is_checkpoint_due())
+            saves = is_last or bool(signum) or is_due or step % cfg.run.checkpoint_every == 0
+            if saves and not metrics:
+                _reduce(terms, cfg, comm, step)  # what is not finite must not be saved
+        if is_logged:
+            sink.log("train", step, metrics | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0]} | meter.read())
+        is_best = validate is not None and validates and _validate(trainer, validate, sink)
+        if saves or is_best:
             sink.save(step, *trainer.state(), is_best)
+            meter.checkpointed()
         if signum and not is_last:
             raise Interrupted(signum, step)
     return trainer
@@ -238,7 +264,11 @@ def _validate(trainer: Trainer, validate: Validator, sink: Sink) -> bool:
     return is_best
 
 
-def _agree_on_signal(sink: Sink, comm: Comm) -> int:
-    """Collective: the largest signal number any rank received (0: none), so that all stop at the same step."""
+def _agree(sink: Sink, comm: Comm, is_due: bool) -> tuple[int, bool]:
+    """Collective: (a signal that some rank received, or 0; whether rank 0's clock asks for a checkpoint), so that all act at the same step."""
     own = sink.stop_signal()
-    return own if comm.world == 1 else int(comm.gather_rows(torch.tensor([own])).max())
+    if comm.world == 1:
+        return own, is_due
+    # One small sum: two counts by kind of signal and rank 0's wish.
+    asked = comm.sum(torch.tensor([own == signal.SIGTERM, own not in (0, signal.SIGTERM), is_due and comm.is_main], dtype=torch.int64)).tolist()
+    return signal.SIGTERM if asked[0] else signal.SIGINT if asked[1] else 0, bool(asked[2])

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from cimage_dist import artifacts, checkpoint
 from cimage_dist.artifacts import RunDir
 from cimage_dist.config import RunConfig
 from cimage_dist.errors import UserError
+from cimage_dist.train.mlflow_run import MlflowRun, import_mlflow
 from cimage_dist.train.progress import Progress
 
 
@@ -66,35 +68,48 @@ class LocalSink:
     While open it holds the directory's lock and turns SIGINT and SIGTERM into a request to stop after the current step.
     """
 
-    def __init__(self, run: RunDir, cfg: RunConfig, is_main: bool = True, progress: Progress | None = None, catch_signals: bool = True) -> None:
+    def __init__(
+        self, run: RunDir, cfg: RunConfig, is_main: bool = True, progress: Progress | None = None, catch_signals: bool = True, lock_patience_s: float = 0.0
+    ) -> None:
         self.run, self.cfg, self.is_main = run, cfg, is_main
         self.progress = progress or Progress(quiet=True)
-        self.catch_signals = catch_signals
+        self.catch_signals, self.lock_patience_s = catch_signals, lock_patience_s
         self._signal = 0
         self._old_handlers: dict[int, Any] = {}
         self._lock: Any = None
         self._file: Any = None
         self._board: Any = None
+        self._mlflow: MlflowRun | None = None
 
     def __enter__(self) -> LocalSink:
         if self.is_main:
+            if self.cfg.mlflow:
+                import_mlflow()
             self.run.root.mkdir(parents=True, exist_ok=True)
             self._lock = (self.run.root / ".lock").open("w")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._lock.close()
-                raise UserError(f"Another process is training in {self.run.root}. Wait for it, or give this run another run.dir or run.seed.") from None
+            self._take_lock()
         if self.catch_signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
+    def _take_lock(self) -> None:
+        deadline = time.monotonic() + self.lock_patience_s
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    self._lock.close()
+                    raise UserError(f"Another process is training in {self.run.root}. Wait for it, or give this run another run.dir or run.seed.") from None
+                time.sleep(0.5)
+
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         self.progress.close()
-        for resource in (self._file, self._board, self._lock):
+        for resource in (self._file, self._board, self._mlflow, self._lock):
             if resource is not None:
                 resource.close()
 
@@ -136,12 +151,16 @@ class LocalSink:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._board = SummaryWriter(str(self.run.tensorboard), purge_step=step)
+            if self.cfg.mlflow:
+                self._mlflow = MlflowRun(self.cfg.mlflow, self.run.root)
         self._file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in metrics.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+        if self._mlflow is not None:
+            self._mlflow.log({f"{kind}/{name}": float(value) for name, value in metrics.items() if isinstance(value, (int, float))}, step)
 
     def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
         if self.is_main:

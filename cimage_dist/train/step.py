@@ -6,8 +6,12 @@ DDP averages gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
@@ -57,22 +61,32 @@ def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    batch: StepBatch,
-    step: int,
+    batches: Sequence[StepBatch],
+    first: int,
     cfg: Config,
     scores: CIScores | None,
     comm: Comm,
 ) -> dict[str, Tensor]:
-    """Collective: forward, backward, clip, update, schedule. Returns this rank's shares of the terms and the gradient norm, detached."""
-    devices = [batch.x.device] if batch.x.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        # Dropout is the one draw that depends on the rank: each rank drops its own copy of the rows.
-        torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", step, comm.rank))
-        terms = loss_terms(model, batch, cfg, scores, comm)
-        optimizer.zero_grad(set_to_none=True)
-        (comm.world * objective(terms, cfg)).backward()
+    """Collective: forward and backward of each batch, the first of them number `first`, then clip, update, schedule.
+
+    The gradient is the mean over the batches; ranks exchange it once. Returns this rank's shares of the mean terms and the gradient
+    norm, detached.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    total: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches):
+        devices = [batch.x.device] if batch.x.device.type == "cuda" else []
+        is_last = number == len(batches) - 1
+        waits = nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+        with torch.random.fork_rng(devices=devices), waits:
+            # Dropout is the one draw that depends on the rank: each rank drops its own copy of the rows.
+            torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", first + number, comm.rank))
+            terms = loss_terms(model, batch, cfg, scores, comm)
+            (comm.world / len(batches) * objective(terms, cfg)).backward()
+        for name, value in terms.items():
+            total[name] = total.get(name, 0.0) + value.detach() / len(batches)
     limit = cfg.optim.clip_norm if cfg.optim.clip_norm > 0 else float("inf")
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     optimizer.step()
     scheduler.step()
-    return {name: value.detach() for name, value in terms.items()} | {"grad_norm": norm.detach()}
+    return total | {"grad_norm": norm.detach()}

@@ -58,7 +58,7 @@ def labels(comm: Comm) -> dict[str, Any]:
     for name, settings in kinds.items():
         ticks: list[tuple[int, float]] = []
         run = _Run(x, topology, settings, 0, comm, lambda step, total, values, stage, seen=ticks: seen.append((step, values["loss"])))
-        run.pretrain()
+        run.pretrain(3)
         found = run.finetune(run.first_centres(4))
         weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
         out[name] = found[0].numpy(), found[1].numpy(), np.array(ticks), weights.numpy()
@@ -66,7 +66,7 @@ def labels(comm: Comm) -> dict[str, Any]:
         out[f"propagated {width}"] = tuple(
             t.numpy() for t in propagated_labels(x, topology, 3, PropagatedSettings(width=width, fit_rows=150), seed=1, comm=comm)
         )
-    out["direct"] = tuple(t.numpy() for t in dinknet_labels(sparse(x), topology, 3, replace(QUICK, pretrain_epochs=5), seed=1, comm=comm))
+    out["direct"] = tuple(t.numpy() for t in dinknet_labels(sparse(x), topology, 3, replace(QUICK, pretrain_epochs=5, rounds=3), seed=1, comm=comm))
     return out
 
 

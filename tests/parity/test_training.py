@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ FULL_OBJECTIVE = [
     "model.factor_dropout=0",
     "loss.factor_weight=0.7",
     "loss.cluster_weight=0.4",
+    "cluster.init=selfkmeans",
     "cluster.init_epochs=2",
     "cluster.restarts=2",
     "ci.every_steps=4",
     "run.log_every=1",
 ]
-FULL_GRAPH = [*FULL_OBJECTIVE, "train.epochs=12"]
-SAMPLED = [*FULL_OBJECTIVE, "train.epochs=1", "sampler.fanouts=[-1,-1,-1]", "sampler.batch_edges=97", "sampler.hide_rate=0.2"]
+FULL_GRAPH = [*FULL_OBJECTIVE, "train.epochs=20"]
+SAMPLED = [*FULL_OBJECTIVE, "train.epochs=2", "sampler.fanouts=[-1,-1,-1]", "sampler.batch_edges=97", "sampler.hide_rate=0.2"]
 # One cap for all hops of the receptive field: draws are keyed by node, so a node's neighbours do not depend on who samples it.
 CAPPED = [*SAMPLED, "sampler.fanouts=[4,4,4]", "sampler.backend=csr"]
 SETTINGS = {"full": FULL_GRAPH, "sampled": SAMPLED, "capped": CAPPED}
@@ -65,13 +67,14 @@ def train(comm: Comm, kind: str, store_dir: Path) -> dict[str, Any]:
 def test_world_size_does_not_change_the_experiment(kind, store_dir, small_sbm):
     alone = train(Comm(), kind, store_dir)
     assert alone["terms"] == ["cluster", "factor", "structure"]
-    assert len(alone["loss"]) >= 10 and len(alone["context"]) >= 3
+    assert len(alone["loss"]) >= 20 and len(alone["context"]) >= 3
     for world in (2, 3):
+        shutil.rmtree(store_dir / "labels")  # several ranks make their labels themselves
         for result in run_ranks(train, world, kind, store_dir):
             np.testing.assert_array_equal(result["labels"], alone["labels"])
             assert result["context"] == alone["context"]
             assert result["confident"] == alone["confident"]
-            # Sums over ranks differ in their last bits and Adam divides by small numbers: 1e-9 over a dozen steps.
+            # Sums over ranks differ in their last bits and Adam divides by small numbers: 1e-9 over twenty steps.
             np.testing.assert_allclose(result["loss"], alone["loss"], rtol=0, atol=1e-9)
             for name, value in alone["weights"].items():
                 np.testing.assert_allclose(result["weights"][name], value, rtol=0, atol=1e-9, err_msg=name)
@@ -87,7 +90,7 @@ def gradients(comm: Comm, kind: str, store_dir: Path) -> dict[str, np.ndarray]:
         from cimage_dist.train.refresh import random_scores
         from cimage_dist.train.step import loss_terms, objective
 
-        batch = next(trainer.remaining())
+        batch = next(trainer.remaining())[0]
         trainer.model.train()
         terms = loss_terms(trainer.wrapped, batch, cfg, random_scores(4, 0), comm)
         (comm.world * objective(terms, cfg)).backward()

@@ -38,6 +38,7 @@ SETTINGS = [
     "sampler.batch_edges=1049",
     "loss.factor_weight=0.5",
     "loss.cluster_weight=0.4",
+    "cluster.init=selfkmeans",
     "cluster.init_epochs=1",
     "cluster.restarts=2",
     "ci.every_steps=3",

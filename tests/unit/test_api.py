@@ -24,6 +24,7 @@ TINY = [
     "train.epochs=4",
     "eval.probe_epochs=10",
     "eval.kmeans_restarts=2",
+    "cluster.init=selfkmeans",
     "cluster.init_epochs=3",
     "cluster.restarts=2",
     "ci.every_steps=2",

@@ -24,7 +24,7 @@ from cimage_dist.types import Topology
 from tests.graphs import random_topology
 from tests.unit.test_propagated import dense_gcn, planted, sparse
 
-QUICK = DinkNetSettings(width=16, hops=3, pretrain_epochs=30, pretrain_lr=1e-2, finetune_epochs=5, restarts=5)
+QUICK = DinkNetSettings(width=16, hops=3, pretrain_epochs=30, pretrain_lr=1e-2, finetune_epochs=5, restarts=5, rounds=1)
 NUM_NODES, NUM_FEATURES, WIDTH = 40, 9, 6
 
 
@@ -182,7 +182,7 @@ def run_with_history(settings: DinkNetSettings, seed: int = 0, clusters: int = 3
     run = _Run(x, topology, settings, seed, Comm(), lambda step, total, values, stage: ticks.append({"step": step, "total": total, "stage": stage, **values}))
     plain = run.assignments
     run.assignments = lambda centres: (assigned.append(plain(centres)[0]), plain(centres))[1]  # type: ignore[method-assign]
-    run.pretrain()
+    run.pretrain(3)
     labels, _ = run.finetune(run.first_centres(clusters))
     return labels, [tick for tick in ticks if "fine" in tick["stage"]], assigned, topology
 
@@ -209,7 +209,7 @@ def test_the_assignment_of_highest_modularity_is_returned() -> None:
 def test_centres_stay_in_the_unit_ball_and_clustering_leaves_the_encoder_alone() -> None:
     x, topology, _ = planted()
     run = _Run(x, topology, replace(QUICK, tradeoff=0.0, stop_below=0.0, finetune_lr=0.3), 0, Comm(), lambda *_: None)
-    run.pretrain()
+    run.pretrain(3)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     first = run.first_centres(3)
     start = first.clone()
@@ -221,7 +221,7 @@ def test_centres_stay_in_the_unit_ball_and_clustering_leaves_the_encoder_alone()
 def test_the_tradeoff_trains_the_encoder_on() -> None:
     x, topology, _ = planted()
     run = _Run(x, topology, replace(QUICK, tradeoff=1.0), 0, Comm(), lambda *_: None)
-    run.pretrain()
+    run.pretrain(3)
     before = run.nodes.embedding(run.model, 3)
     run.finetune(run.first_centres(3))
     assert run.h_nD is not None and not torch.equal(run.h_nD, before)

@@ -18,9 +18,11 @@ ALLOWED = {
     "types": set(),
     "keyed": set(),
     "config": {"errors"},
+    "deploy": {"config", "errors", "sweep"},
     "environment": set(),
     "comm": BASE,
     "artifacts": BASE,
+    "rows": BASE | {"artifacts"},
     "stats": BASE | {"comm"},
     "nn": BASE,
     "cluster": BASE | {"comm", "stats", "nn"},
@@ -29,10 +31,14 @@ ALLOWED = {
     "checkpoint": BASE | {"artifacts"},
     "train": BASE | {"comm", "artifacts", "stats", "nn", "cluster", "losses", "graph", "checkpoint", "environment"},
     "eval": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint"},
-    "stages": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment"},
+    "embedding": BASE | {"artifacts", "nn", "graph", "rows", "train"},
+    "stages": BASE | {"embedding", "rows"} | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment"},
     "evaluation": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment", "stages"},
+    "clustering": BASE | {"comm", "stats", "graph", "train"},
     "api": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment", "stages", "evaluation"},
+    "plan": BASE | {"comm", "artifacts", "stats", "nn", "graph", "train"},
     "overview": BASE | {"artifacts", "environment", "checkpoint", "graph"},
+    "sweep": BASE | {"artifacts", "stats", "nn", "graph", "checkpoint", "train", "eval", "stages", "evaluation"},
 }
 EVERYTHING = set(ALLOWED) | {"runtime"}
 ALLOWED |= {"runtime": EVERYTHING, "commands": EVERYTHING, "cli": EVERYTHING | {"commands"}}

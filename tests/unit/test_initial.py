@@ -19,7 +19,8 @@ from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.stats.metrics import contingency
 from cimage_dist.stats.metrics import nmi as table_nmi
 from cimage_dist.train import initial, loop
-from cimage_dist.train.initial import initial_labels, labels_by_kmeans, labels_from_file, method_for, number_of_clusters
+from cimage_dist.train.initial import initial_labels, labels_by_kmeans, method_for, number_of_clusters
+from cimage_dist.train.labels import LabelSet, labels_from_file
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink
 from tests.settings import changed, small_sbm_config
@@ -32,6 +33,7 @@ BLOCKS = [
     "data.sbm.avg_degree=12",
     "data.sbm.label_features=8",
     "data.sbm.nuisance_features=8",
+    "cluster.init=selfkmeans",
     "cluster.restarts=3",
 ]
 
@@ -51,13 +53,18 @@ def nmi(labels: torch.Tensor, graph: Graph) -> float:
     return agreement(labels, truth)
 
 
+def made(cfg: Config, graph: Graph) -> tuple[torch.Tensor, torch.Tensor]:
+    found = loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink())
+    return found.labels, found.confidence
+
+
 @pytest.mark.parametrize(
     "kind", [["cluster.init_epochs=15"], ["cluster.init_epochs=1", "sampler.fanouts=[5,5,5]", "sampler.batch_edges=256"]], ids=["full", "sampled"]
 )
 def test_selfkmeans_finds_planted_blocks(kind, store_dir):
     """Four blocks; shuffled labels of this size have a normalised mutual information near 0.01."""
     cfg, graph = planted(store_dir, *kind)
-    labels, confidence = initial_labels(cfg, graph, graph.topology(), lambda: loop._edge_only(cfg, graph, graph.topology(), Comm(), MemorySink()))
+    labels, confidence = made(cfg, graph)
     assert labels.shape == confidence.shape == (600,) and labels.dtype == torch.int64 and confidence.dtype == torch.float64
     assert set(labels.tolist()) == {0, 1, 2, 3} and bool((confidence >= 0).all())
     found = nmi(labels, graph)
@@ -73,7 +80,8 @@ def test_selfkmeans_finds_planted_blocks(kind, store_dir):
 def test_other_methods_serve_training_and_tell_of_their_progress(method, store_dir):
     cfg, graph = planted(store_dir, f"cluster.init={method}")
     ticks = []
-    labels, confidence = initial_labels(cfg, graph, graph.topology(), lambda: pytest.fail("no encoder is needed"), tick=lambda *args: ticks.append(args))
+    found = initial_labels(cfg, graph, graph.topology(), lambda: pytest.fail("no encoder is needed"), tick=lambda *args: ticks.append(args))
+    labels, confidence = found.labels, found.confidence
     assert labels.shape == confidence.shape == (600,) and labels.dtype == torch.int64 and confidence.dtype == torch.float64
     assert int(labels.min()) >= 0 and int(labels.max()) < 4 and ticks
     assert nmi(labels, graph) > 0.3  # shuffled labels give about 0.01
@@ -87,9 +95,11 @@ def test_the_method_goes_by_size():
 def test_labels_follow_from_the_seed_alone(store_dir):
     cfg, graph = planted(store_dir, "cluster.init_epochs=2")
 
+    graph.path = None  # no label cache
+
     def run(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(seed)
-        return initial_labels(cfg, graph, graph.topology(), lambda: loop._edge_only(cfg, graph, graph.topology(), Comm(), MemorySink()))
+        return made(cfg, graph)
 
     (a, ca), (b, cb) = run(1), run(2)
     assert torch.equal(a, b) and torch.equal(ca, cb)
@@ -148,12 +158,71 @@ def test_the_sampled_fit_runs_in_training(store_dir, monkeypatch):
 
 
 def test_number_of_clusters(store_dir):
-    cfg, _ = planted(store_dir)
-    assert number_of_clusters(cfg, 7) == 7
-    with pytest.raises(UserError, match=r"Set cluster\.num_clusters"):
-        number_of_clusters(cfg, 0)
+    cfg, graph = planted(store_dir)
+    assert number_of_clusters(cfg, graph, graph.topology()) == 4  # its classes
     cfg.cluster.num_clusters = 5
-    assert number_of_clusters(cfg, 7) == number_of_clusters(cfg, 0) == 5
+    assert number_of_clusters(cfg, graph, graph.topology()) == 5
+    cfg.cluster.num_clusters = 0
+    graph.y = None  # no labels to look at
+    assert number_of_clusters(cfg, graph, graph.topology()) == 4
+    cfg.cluster.num_clusters = None
+    assert number_of_clusters(cfg, graph, graph.topology()) == 4
+
+
+# ---- kept for later runs
+
+
+def test_labels_are_made_once_for_all_runs_that_agree(tmp_path, monkeypatch):
+    cfg, graph = planted(tmp_path, "cluster.init=propagated", "cluster.fraction=0.2")
+    first = loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink())
+    monkeypatch.setattr(initial, "_make", lambda *args: pytest.fail("made twice"))
+    cfg.loss.factor_weight, cfg.cluster.fraction, cfg.optim.lr_max = 0.7, 0.1, 0.5  # none of them matters to smoothed features
+    again = loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink())
+    assert torch.equal(first.labels, again.labels) and torch.equal(first.confidence, again.confidence) and first.facts == again.facts
+    folder = Path(first.facts["folder"])
+    cfg.cluster.init, cfg.cluster.labels_path = "file", str(folder)
+    assert torch.equal(loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()).labels, first.labels)
+    content = bytearray((folder / "labels.npz").read_bytes())
+    content[200] ^= 1
+    (folder / "labels.npz").write_bytes(bytes(content))
+    with pytest.raises(UserError, match=r"cannot be trusted.*checksum"):
+        loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink())
+    monkeypatch.setattr(initial, "_make", lambda *args: (first.labels, first.confidence))
+    cfg.cluster.init = "propagated"
+    assert loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()).facts["clusters"] == 4  # made anew in place of the damaged ones
+
+
+@pytest.mark.parametrize(
+    "change", [("run.seed", 1), ("cluster.num_clusters", 3), ("cluster.init", "dinknet"), ("data.holdout_edges", "link")], ids=lambda c: str(c[0])
+)
+def test_what_decides_labels_names_them(change, tmp_path, monkeypatch):
+    monkeypatch.setattr(initial, "_make", lambda method, settings, cfg, graph, *args: (torch.arange(graph.num_nodes) % 2, torch.ones(graph.num_nodes)))
+    cfg, graph = planted(tmp_path, "cluster.init=propagated")
+    before = loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()).facts["folder"]
+    section, name = change[0].split(".")
+    setattr(getattr(cfg, section), name, change[1])
+    assert loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()).facts["folder"] != before
+
+
+def test_labels_of_an_own_encoder_are_shared_by_searches_over_the_other_losses(tmp_path, monkeypatch):
+    monkeypatch.setattr(initial, "_make", lambda method, settings, cfg, graph, *args: (torch.arange(graph.num_nodes) % 2, torch.ones(graph.num_nodes)))
+    cfg, graph = planted(tmp_path)
+
+    def folder() -> str:
+        return str(loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()).facts["folder"])
+
+    before = folder()
+    cfg.loss.factor_weight, cfg.ci.target, cfg.train.epochs = 0.9, 2, 7
+    assert folder() == before
+    cfg.model.dropout = 0.33
+    assert folder() != before
+
+
+def test_a_graph_in_memory_leaves_no_files(store_dir, small_sbm, monkeypatch):
+    monkeypatch.setattr(initial, "write_labels", lambda *args: pytest.fail("written"))
+    cfg = small_sbm_config(store_dir, "cluster.init=propagated")
+    graph = Graph(small_sbm.name, small_sbm.indptr, small_sbm.indices, small_sbm.x, small_sbm.y)
+    assert isinstance(loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()), LabelSet)
 
 
 # ---- from a file

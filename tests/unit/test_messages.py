@@ -101,7 +101,7 @@ def test_seeds_do_not_notice_that_layers_stop_early(layers, fanouts, tail, grad,
     cfg = small_sbm_config(store_dir, *settings)
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
-    batch = next(trainer.remaining())
+    batch = next(trainer.remaining())[0]
     assert isinstance(batch.hops, Hops)
     seeds = batch.pairs.unique()
     encoder = trainer.model.encoder

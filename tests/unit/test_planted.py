@@ -49,6 +49,7 @@ SETTINGS = [
     "model.routing_grad=last",
     "model.dropout=0.2",
     "loss.factor_weight=0.5",
+    "cluster.init=selfkmeans",
     "cluster.init_epochs=8",
     "cluster.restarts=3",
     "ci.target=4",

@@ -20,7 +20,7 @@ from cimage_dist.types import Topology
 from tests.graphs import random_topology, topology_from_pairs
 
 CPU = torch.device("cpu")
-QUICK = RDGAESettings(0.6, 0.3, pretrain_epochs=40, cluster_epochs=40, restarts=3)
+QUICK = RDGAESettings(0.6, 0.3, pretrain_epochs=40, cluster_epochs=40, restarts=3, members=1)
 
 
 def embedding(num_nodes: int, width: int = 4, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -206,7 +206,7 @@ def test_dense_and_sparse_features_agree():
 
 def test_sampled_pairs_find_the_planted_clusters_too():
     x, topology, true = planted()
-    sampled = RDGAESettings(0.6, 0.3, pretrain_epochs=40, cluster_epochs=40, restarts=3, exact_nodes=100)
+    sampled = RDGAESettings(0.6, 0.3, pretrain_epochs=40, cluster_epochs=40, restarts=3, members=2, exact_nodes=100)
     labels, confidence = rdgae_labels(x, topology, 3, sampled, 0)
     assert matched_accuracy(contingency(labels, true, 3, 3)) > 0.95
     assert not torch.equal(confidence, rdgae_labels(x, topology, 3, QUICK, 0)[1])

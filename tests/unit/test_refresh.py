@@ -30,6 +30,7 @@ TINY = [
     "model.num_layers=1",
     "model.routing_iterations=2",
     "loss.factor_weight=0.7",
+    "cluster.init=selfkmeans",
     "cluster.init_epochs=2",
     "cluster.restarts=2",
     "train.epochs=11",

@@ -25,6 +25,7 @@ from cimage_dist.nn.norm import MomentsNorm
 from cimage_dist.train import loop
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.meter import MEASURED
 from cimage_dist.train.sink import LocalSink, MemorySink
 from cimage_dist.types import EdgeList, SampledBatch, Topology
 from tests.settings import small_sbm_config
@@ -34,6 +35,7 @@ WHOLE_OBJECTIVE = [
     *MODEL,
     "loss.factor_weight=0.7",
     "loss.cluster_weight=0.4",
+    "cluster.init=selfkmeans",
     "cluster.init_epochs=1",
     "cluster.restarts=2",
     "ci.every_steps=4",
@@ -150,11 +152,11 @@ def test_features_are_read_for_the_rows_of_a_batch_only(dtype, store_dir, monkey
     assert watched.taken == []
     batches = trainer.remaining()
     for step in range(3):
-        batch = next(batches)
+        batch = next(batches)[0]
         assert isinstance(trainer.batches, SampledBatches)
         np.testing.assert_array_equal(watched.taken[-1], trainer.batches.source[step].node_gid.numpy())
         assert batch.x.shape[0] == len(watched.taken[-1]) < graph.num_nodes and batch.x.dtype == torch.float32
-        trainer.advance(batch)
+        trainer.advance([batch])
     trainer.embedder(trainer.model.encoder, torch.tensor([3, 4]), 0)
     assert len(watched.taken) == 4 and len(watched.taken[-1]) < 30
 
@@ -164,7 +166,7 @@ def test_what_a_batch_reads_is_what_the_store_holds(store_dir, small_sbm):
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     gids = trainer.batches.source[0].node_gid
-    assert torch.equal(next(trainer.remaining()).x, small_sbm.features()[gids])
+    assert torch.equal(next(trainer.remaining())[0].x, small_sbm.features()[gids])
 
 
 # ---- resumption of the three-term objective
@@ -187,7 +189,7 @@ class StopAfter(LocalSink):
 
 
 def numbers(run: RunDir) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in ("seconds", "edges_per_s")} for record in read_metrics(run.metrics)]
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(run.metrics)]
 
 
 def assert_same_run(left: Path, right: Path) -> None:
@@ -291,6 +293,7 @@ def test_an_interrupted_search_for_labels_starts_again(store_dir, small_sbm, tmp
         def stop_signal(self) -> int:
             return 15
 
+    shutil.rmtree(store_dir / "labels", ignore_errors=True)  # or they would be found there
     cfg = small_sbm_config(store_dir, *FULL_GRAPH)
     with StopAtOnce(RunDir(tmp_path), cfg.run) as sink, pytest.raises(Interrupted) as stop:
         worker(cfg, Comm(), sink, small_sbm)

@@ -18,6 +18,7 @@ from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.masking import edge_keys, is_edge
 from cimage_dist.train.batches import FullGraphBatches
 from cimage_dist.train.loop import worker
+from cimage_dist.train.meter import MEASURED
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
 from tests.conftest import small_sbm_settings
@@ -60,7 +61,7 @@ def weight_sum(model: Any) -> dict[str, float]:
 
 
 def numbers(run: RunDir) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in ("seconds", "edges_per_s")} for record in read_metrics(run.metrics)]
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(run.metrics)]
 
 
 def test_the_loss_falls(cfg, small_sbm):

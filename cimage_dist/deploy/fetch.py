@@ -1,0 +1,55 @@
+"""Copy a folder of an object store to a local one: python -m cimage_dist.deploy.fetch s3://bucket/raw data/raw
+
+Any address pyarrow knows (s3://, gs://, hdfs://, file://); its keys come from the environment. Files that are there already with the same
+size are left alone, and each appears under its name only when whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from cimage_dist.errors import UserError
+
+
+def fetch(address: str, folder: Path) -> int:
+    """Number of files copied now."""
+    from pyarrow import fs
+
+    try:
+        store, root = fs.FileSystem.from_uri(address)
+        entries = store.get_file_info(fs.FileSelector(root, recursive=True))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{address} cannot be listed: {error}. Give a folder such as s3://bucket/raw, and its keys through the environment.") from None
+    copied = 0
+    for entry in entries:
+        target = folder / Path(entry.path).relative_to(root)
+        if entry.type != fs.FileType.File or (target.is_file() and target.stat().st_size == entry.size):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".tmp-{target.name}-{uuid4().hex[:8]}")
+        try:
+            fs.copy_files(entry.path, str(part.resolve()), source_filesystem=store, destination_filesystem=fs.LocalFileSystem())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        copied += 1
+    return copied
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) != 2:
+        print("usage: python -m cimage_dist.deploy.fetch ADDRESS FOLDER", file=sys.stderr)
+        return 2
+    try:
+        print(f"{fetch(argv[0], Path(argv[1]))} files copied to {argv[1]}")
+    except UserError as error:
+        print(f"fetch: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
