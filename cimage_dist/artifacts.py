@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,12 +156,22 @@ def damaged_file(directory: Path, files: dict[str, dict[str, Any]], verify_conte
     return None
 
 
-def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
-    """A folder with one safetensors file and its manifest, committed as a whole."""
+def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
+    """A failure is an OSError like that of any other file: the writer, which is not Python, tells the system's number in its text only."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else OSError(f"cannot write {path}: {error}") from error
+
+
+def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """A folder with one safetensors file and its manifest, committed as a whole."""
     with committed_dir(folder) as tmp:
-        save_file(tensors, tmp / "tensors.safetensors")
+        write_safetensors(tmp / "tensors.safetensors", tensors)
         write_json(tmp / MANIFEST, {"files": describe_files(tmp, ["tensors.safetensors"])})
 
 

@@ -35,15 +35,9 @@ def _name(step: int) -> str:
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Path:
     """Write one checkpoint atomically and point LATEST at it."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     final = folder / _name(step)
     with artifacts.committed_dir(final) as tmp:
-        try:
-            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, tmp / TENSORS)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {final}: {error}") from error
+        artifacts.write_safetensors(tmp / TENSORS, {name: value.detach().cpu().contiguous() for name, value in tensors.items()})
         body = {"format": FORMAT, "step": step, "files": artifacts.describe_files(tmp, [TENSORS]), "meta": meta}
         artifacts.write_json(tmp / META, body)
     point(folder, "LATEST", step)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import resource
 import statistics
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
@@ -15,6 +13,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.environment import peak_gb
 from cimage_dist.errors import UserError
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
@@ -43,7 +42,7 @@ def with_method(cfg: Config, method: str, seed: int, num_clusters: int) -> Confi
 
 
 def compare(cfg: Config, methods: Sequence[str], seeds: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """Every method with every seed, each in a process of its own so that its peak memory is its own. Labels made before are read, not made.
+    """Every method with every seed, each in a process of its own so that its peak memory is its own. Labels made before are read, with what they cost then.
 
     Returns {"graph": ..., "runs": one row per method and seed, "methods": means and spreads over the seeds}.
     """
@@ -74,9 +73,7 @@ def score_method(cfg: Config, quiet: bool) -> dict[str, Any]:
     progress = Progress(quiet=quiet)
     found = make_labels(cfg, graph, topology, Comm(), MemorySink(progress))
     progress.close()
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
-    return found.facts | {"method": cfg.cluster.init, "seed": cfg.run.seed} | score_labels(found, graph, topology, cfg) | peak
+    return {"peak_gb": peak_gb()} | found.facts | {"method": cfg.cluster.init, "seed": cfg.run.seed} | score_labels(found, graph, topology, cfg)
 
 
 def score_labels(found: LabelSet, graph: Graph, topology: Topology, cfg: Config) -> dict[str, Any]:

@@ -66,3 +66,11 @@ def optional_packages() -> list[dict[str, Any]]:
         {"name": name, "present": importlib.util.find_spec(module) is not None, "version": package_version(name), "adds": adds, "install": how}
         for name, (module, adds, how) in OPTIONAL.items()
     ]
+
+
+def peak_gb() -> float:
+    """The most memory this process has held, in GB."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

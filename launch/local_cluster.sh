@@ -76,7 +76,7 @@ print(*[s.getsockname()[1] for s in sockets])
 PY
 }
 
-# Told beforehand: a node that has to wait for its agents to choose gives up after 15 s, which a busy machine exceeds.
+# Each node's own, so that two nodes or two clusters do not meet.
 agent_ports() {
   echo "--dashboard-agent-listen-port=$1 --dashboard-agent-grpc-port=$2 --metrics-export-port=$3 --runtime-env-agent-port=$4"
 }
@@ -98,7 +98,7 @@ PY
 }
 
 # start_node NAME COUNT ray-start-arguments...: in a session of its own, so that all its processes can be told from others, until COUNT
-# nodes are alive. Ray gives a node 30 s to come up, which a busy machine can exceed: three tries.
+# nodes are alive. Ray gives a node's agents 15 s to come up, which a busy machine can exceed: three tries.
 start_node() {
   local name=$1 count=$2 attempt pid
   shift 2

@@ -38,7 +38,7 @@ class DinkNetSettings:
     hops: int = 10  # p
     pretrain_epochs: int = 200  # of a round
     pretrain_lr: float = 1e-3
-    rounds: int = 5  # of pre-training; the one after which k-means on H cuts the graph best is kept
+    rounds: int = 5  # of pre-training, at most 1,000 epochs in all; the one after which k-means on H cuts the graph best is kept
     finetune_epochs: int = 200
     finetune_lr: float = 1e-2
     batch: int = _FULL_BATCH_NODES  # nodes; full batch where they are no more
@@ -59,7 +59,7 @@ def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
     published = {
         "cora": DinkNetSettings(hops=5),
         "citeseer": DinkNetSettings(width=1536, hops=5, pretrain_epochs=100, pretrain_lr=5e-4),
-        "photo": DinkNetSettings(pretrain_epochs=500, finetune_epochs=100),
+        "photo": DinkNetSettings(pretrain_epochs=500, rounds=2, finetune_epochs=100),
         "ogbn-arxiv": DinkNetSettings(width=1500, pretrain_epochs=1, pretrain_lr=1e-4, rounds=1, finetune_epochs=100, finetune_lr=1e-4, batch=8192, restarts=1),
         "ogbn-products": DinkNetSettings(width=1024, pretrain_epochs=10, rounds=1, finetune_epochs=10, batch=8192, restarts=1),
         "ogbn-papers100m": DinkNetSettings(
@@ -70,7 +70,10 @@ def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
         return published.get(name, DinkNetSettings())
     steps = math.ceil(num_nodes / _LARGE_BATCH)
     epochs = math.ceil(_PRETRAIN_STEPS / steps)
-    return DinkNetSettings(width=256, pretrain_epochs=epochs, rounds=1, finetune_epochs=2, finetune_lr=1e-2 / steps, batch=_LARGE_BATCH, restarts=1)
+    # α = 1e-10 moves the encoder by less than rounding (Adam's ε is 1e-8), but H would have to be made anew after every epoch.
+    return DinkNetSettings(
+        width=256, pretrain_epochs=epochs, rounds=1, finetune_epochs=2, finetune_lr=1e-2 / steps, batch=_LARGE_BATCH, restarts=1, tradeoff=0.0
+    )
 
 
 def dinknet_labels(

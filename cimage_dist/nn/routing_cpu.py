@@ -20,7 +20,7 @@ from cimage_dist.nn.routing_hub import hub_backward, hub_forward
 from cimage_dist.nn.routing_layout import aligned, pack, turn, unpack_grad
 from cimage_dist.nn.routing_loops import add_neighbour_grad, add_row, copy_row, fill, normalise, normalise_grad
 from cimage_dist.nn.routing_passes import GROUP, add_messages, back_messages
-from cimage_dist.nn.simd import LANES, pointer
+from cimage_dist.nn.simd import LANES, keep, pointer
 
 HUB_MESSAGES = 4096  # a target with more is a hub
 GRADIENT_BYTES = 2 << 30  # of the threads' gradients together; with fewer than threads, fewer threads walk back
@@ -85,6 +85,8 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
                     rows, ids, weight, has_weight, begin, end, centre, 0, share, pb.inv_tau, padding, p, 0, width, False, scaled, out, 0, channels, blocks
                 )
             turn(row, 0, out_TKC, v, out_TKC.shape[1], channels, False)
+    keep(row)
+    keep(scratch)
 
 
 @_compiled
@@ -142,6 +144,8 @@ def _walk_back(pb: Any, through_all: bool, grad_array: Any, grad_l_array: Any, g
             add_neighbour_grad(
                 grad_l, ids[e] * size, coef, at, grads, centres, skipped * size, 0, blocks * channels, iterations - skipped, first, channels, blocks
             )
+    keep(scratch)
+    keep(coef_array)
 
 
 def _problem(

@@ -11,7 +11,7 @@ import numpy as np
 from cimage_dist.nn.parts import run_parts
 from cimage_dist.nn.routing_loops import add_neighbour_grad, fill, normalise, normalise_grad
 from cimage_dist.nn.routing_passes import GROUP, add_messages, assign, back_messages
-from cimage_dist.nn.simd import LANES, pointer
+from cimage_dist.nn.simd import LANES, keep, pointer
 
 BLOCK = 512  # messages per block: fixed, so that sums have the same order whatever the number of threads
 
@@ -52,6 +52,7 @@ def _sum_blocks(pb: Any, v: int, t: int, centres_array: Any, partial_array: Any,
             channels,
             blocks,
         )
+    keep(scratch)
 
 
 @_compiled

@@ -64,7 +64,7 @@ def _address(builder: Any, pointer_type: Any, pointer: Any, index: Any) -> tuple
 
 @intrinsic
 def pointer(typingctx: Any, array: Any) -> Any:
-    """Where the data of a contiguous array begins; the array must be kept alive by the caller.
+    """Where the data of a contiguous array begins; the array must be kept alive, one made in compiled code by `keep`.
 
     Handed down in place of arrays, which cost a call some forty words and counted references.
     """
@@ -73,6 +73,16 @@ def pointer(typingctx: Any, array: Any) -> Any:
         return context.make_array(signature.args[0])(context, builder, args[0]).data
 
     return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
+def keep(typingctx: Any, array: Any) -> Any:
+    """The array lives until here. The compiler frees one after its last use, which a pointer into it is not."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(array), codegen
 
 
 @intrinsic

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -17,13 +18,13 @@ from typing import Any, cast
 import ray
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.metrics import Gauge
 from torch import Tensor
 
 from cimage_dist import checkpoint, stages
-from cimage_dist.artifacts import RunDir, write_text
+from cimage_dist.artifacts import UNWRITABLE, RunDir, write_text
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, load_config, run_dir
 from cimage_dist.errors import Interrupted, UserError
@@ -37,7 +38,7 @@ from cimage_dist.train.sink import LocalSink
 
 _LOOK_EVERY_S = 1.0  # for a request to stop
 _LOCK_PATIENCE_S = 60.0  # a worker that Ray gave up may live on for a while and hold the run directory
-_RESIZE_EVERY_S = 30.0  # an elastic run looks for new nodes
+_RESIZE_EVERY_S = float(os.environ.get("CIMAGE_RESIZE_EVERY_S", "30"))  # an elastic run looks for new nodes
 
 
 class RaySink(LocalSink):
@@ -50,13 +51,20 @@ class RaySink(LocalSink):
         super().__init__(run, cfg.run, is_main=comm.is_main, catch_signals=False, lock_patience_s=_LOCK_PATIENCE_S)
         self.comm = comm
         self._looked = 0.0
+        self._unwritten: str | None = None
         self._gauges: dict[str, Gauge] = {}
 
     def restore(self) -> checkpoint.Checkpoint | None:
         """Collective: rank 0 picks the newest whole checkpoint and all load that one."""
-        found = super().restore() if self.is_main else None
-        if self.is_main:
-            self._note_attempt(found.step if found else 0)
+        found: checkpoint.Checkpoint | None = None
+
+        def choose() -> None:
+            nonlocal found
+            if self.is_main:
+                found = LocalSink.restore(self)
+                self._note_attempt(found.step if found else 0)
+
+        self._together(choose, "The list of starts")
         path = self.comm.broadcast_object(str(found.path) if found else None)
         if path is None or found is not None:
             return found
@@ -68,7 +76,12 @@ class RaySink(LocalSink):
             file.write(json.dumps({"after_step": step, "workers": self.comm.world, "unix_time": round(time.time(), 1)}) + "\n")
 
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
-        super().log(kind, step, metrics)
+        try:
+            if self._unwritten is None:
+                super().log(kind, step, metrics)
+        except OSError as error:
+            # The others would wait for this rank: all learn of it at the next checkpoint, which is not written, so that no record is missing.
+            self._unwritten = f"The metrics of step {step} cannot be written: {unwritable(error)}"
         plain = {name: value for name, value in metrics.items() if isinstance(value, (int, float, str))}
         if self.is_main:
             self._export(kind, plain)
@@ -89,8 +102,23 @@ class RaySink(LocalSink):
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
         """Collective: nobody goes on before the checkpoint is on storage."""
-        super().save(step, tensors, meta, is_best)
-        self.comm.barrier()
+        self._together(functools.partial(super().save, step, tensors, meta, is_best), f"The checkpoint of step {step}")
+
+    def store(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Collective, for the same reason."""
+        self._together(functools.partial(super().store, name, tensors), f"The run's {name}")
+
+    def _together(self, write: Callable[[], None], what: str) -> None:
+        """Collective: rank 0 writes. Where storage is full or forbidden all stop with the same words; no new attempt would mend that."""
+        complaint = self._unwritten
+        if complaint is None:
+            try:
+                write()
+            except OSError as error:
+                complaint = f"{what} cannot be written: {unwritable(error)}"
+        complaint = _first_complaint(complaint, self.comm)
+        if complaint:
+            raise UserError(f"{complaint} Earlier checkpoints are whole: the same command goes on from the newest.")
 
     def stop_signal(self) -> int:
         """What the driver was told, through a file in the run directory."""
@@ -100,6 +128,13 @@ class RaySink(LocalSink):
             with contextlib.suppress(OSError, ValueError):
                 self._signal = int(stop_file(self.run).read_text())
         return self._signal
+
+
+def unwritable(error: OSError) -> str:
+    """What the owner of the storage can mend, in words. Any other fault is raised again: it may pass, and Ray tries again."""
+    if error.errno not in UNWRITABLE:
+        raise error
+    return f"{error.strerror}: {error.filename or 'a file of the run directory'}. Make room or get access there."
 
 
 def stop_file(run: RunDir) -> Path:
@@ -138,6 +173,8 @@ def _train_worker(job: dict[str, Any]) -> dict[str, Any]:
             graph = open_graph(cfg.data)
         except UserError as error:
             complaint = str(error)
+        except OSError as error:
+            complaint = unwritable(error)
         complaint = _first_complaint(complaint, comm)
         if complaint is None:
             try:
@@ -248,7 +285,15 @@ def _fit(cfg: Config, run: RunDir) -> None:
             worker_runtime_env={"env_vars": _network()},
         ),
     )
-    told = _in_a_thread(trainer)
+    try:
+        told = _in_a_thread(trainer)
+    except WorkerGroupError as error:
+        if death := next((str(failure) for failure in error.worker_failures.values() if hasattr(failure, "health_check_failure")), None):
+            raise UserError(
+                f"Workers died more than resources.max_failures ({res.max_failures}) times: killed, out of memory, or with their node. "
+                f"The same command goes on from the newest checkpoint. The last death: {' '.join(death.split())[:600]}"
+            ) from None
+        raise  # their own exception, which is a fault of ours
     if told.get("complaint"):
         raise UserError(told["complaint"])
     if "signum" in told:

@@ -248,8 +248,8 @@ def _signals() -> Iterator[list[int]]:
     caught: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait
+        if (caught and number == signal.SIGINT) or signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait; nor does one that comes before Tune listens
         caught.append(number)
         os.kill(os.getpid(), signal.SIGUSR1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from cimage_dist.stats.kmeans_cpu import add_chunk
 CHUNK_ROWS = 4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
 _SAMPLE_PER_CLUSTER = 256
 _IDS_PER_CHUNK = 1 << 16
+_VECTOR = 16
+_FAR = 3e38
 _TIE = 1e-9  # relative difference of inertia below which the earlier start is kept
 
 
@@ -67,8 +70,8 @@ def kmeans(
     if gids is not None and gids.numel() != x.shape[0]:
         raise UserError(f"k-means: {gids.numel()} global ids were given for {x.shape[0]} rows; there must be one per row.")
     ids = _Ids(_first_gid(x, comm), None) if gids is None else _Ids(0, gids.to(x.device, torch.int64))
-    num_rows, mean = _count_and_mean(x, num_clusters, comm, chunk_rows)
-    shard = _Shard(x, torch.zeros_like(mean) if spherical else mean, chunk_rows, spherical)
+    num_rows, origin = _count_and_origin(x, num_clusters, comm, chunk_rows)
+    shard = _Shard(x, torch.zeros_like(origin) if spherical else origin, chunk_rows, spherical)
     best: tuple[float, Tensor, int] | None = None
     for restart in range(1 if init is not None else restarts):
         if init is None:
@@ -92,7 +95,7 @@ def assign(x: Tensor, centres: Tensor, chunk_rows: int = CHUNK_ROWS, spherical: 
 
     With a single centre there is no second distance and the confidence is 0.
     """
-    origin = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device) if spherical else _as_origin(_sum(x, chunk_rows) / max(x.shape[0], 1), x)
+    origin = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device) if spherical else _origin(_sums(x, chunk_rows) / max(x.shape[0], 1), x)
     shard = _Shard(x, origin, chunk_rows, spherical)
     return _assign(shard, shard.moved(centres))
 
@@ -112,7 +115,7 @@ class _Ids:
 class _Shard:
     """This rank's rows, read in the compute type with `origin` (float64 [D]) as the zero point.
 
-    ‖x‖² - 2x·c + ‖c‖² cancels in single precision when the data lie far from zero, so rows and centres are moved near it.
+    ‖x‖² - 2x·c + ‖c‖² cancels in single precision when the data lie far from zero, so rows and centres are then moved near it.
     """
 
     x: Tensor
@@ -120,23 +123,37 @@ class _Shard:
     chunk_rows: int
     is_spherical: bool
 
+    @cached_property
+    def is_moved(self) -> bool:
+        return bool((self.origin != 0).any())
+
     def moved(self, points: Tensor) -> Tensor:
         """Given points as centres: float64, on the sphere or relative to the origin."""
         points = points.to(self.x.device, torch.float64)
         return F.normalize(points, dim=1, eps=1e-12) if self.is_spherical else points - self.origin
 
-    def rows(self, lids: Tensor | slice) -> Tensor:
+    def rows(self, lids: Tensor | slice, out: Tensor | None = None) -> Tensor:
+        """Moved rows, in `out` where it is given and something is to be done to them."""
         rows = self.x[lids].to(_compute_dtype(self.x))
-        return F.normalize(rows, dim=1, eps=1e-12) if self.is_spherical else rows - self.origin.to(rows.dtype)
+        if self.is_spherical:
+            return F.normalize(rows, dim=1, eps=1e-12, out=out)
+        return torch.sub(rows, self.origin.to(rows.dtype), out=out) if self.is_moved else rows.contiguous()
 
     def scores(self, centres: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(which rows, rows x [n, D], ‖c‖² - 2x·c [n, C]) chunk by chunk: squared distances up to the ‖x‖² all centres share."""
+        """(which rows, rows x [n, D], ‖c‖² - 2x·c [n, C']) chunk by chunk: squared distances up to the ‖x‖² all centres share.
+
+        The tensors are good until the next chunk: all chunks use the same memory, which then stays in the cache. C' rounds C up to a
+        whole number of vectors, without which a product of few columns takes three times as long; no row is near what is added.
+        """
         centres = centres.to(_compute_dtype(self.x))
-        norms = centres.square().sum(1)
+        missing, size = -centres.shape[0] % _VECTOR, min(self.chunk_rows, self.x.shape[0])
+        norms = F.pad(centres.square().sum(1), (0, missing), value=_FAR)
+        centres = F.pad(centres, (0, 0, 0, missing))
+        row_buffer, score_buffer = centres.new_empty(size, centres.shape[1]), centres.new_empty(size, centres.shape[0])
         for begin in range(0, self.x.shape[0], self.chunk_rows):
-            chunk = slice(begin, begin + self.chunk_rows)
-            rows = self.rows(chunk)
-            yield chunk, rows, torch.addmm(norms, rows, centres.T, alpha=-2.0)
+            chunk = slice(begin, min(begin + self.chunk_rows, self.x.shape[0]))
+            rows = self.rows(chunk, row_buffer[: chunk.stop - begin])
+            yield chunk, rows, torch.addmm(norms, rows, centres.T, alpha=-2.0, out=score_buffer[: chunk.stop - begin])
 
 
 def _assign(shard: _Shard, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +201,7 @@ def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
     for _, rows, score_NC in shard.scores(centres):
         if rows.device.type == "cpu":
             at = slice(0, rows.shape[0])
-            arrays = (rows.contiguous(), score_NC, labels[at], nearest[at], sums, counts)
+            arrays = (rows, score_NC, labels[at], nearest[at], sums, counts)
             total += add_chunk(*(a.numpy() for a in arrays))
         else:
             lowest, found = score_NC.min(1)
@@ -263,27 +280,32 @@ def _plus_plus(sample: Tensor, num_clusters: int, key: int) -> Tensor:
     return sample[torch.cat(chosen)].to(torch.float64)
 
 
-def _count_and_mean(x: Tensor, num_clusters: int, comm: Comm, chunk_rows: int) -> tuple[int, Tensor]:
-    """Collective: number of rows on all ranks and their mean, float64 [D] rounded to the compute type; every rank rejects bad rows alike."""
-    packed = comm.sum(torch.cat([_sum(x, chunk_rows), x.new_full((1,), x.shape[0], dtype=torch.float64)]))
+def _count_and_origin(x: Tensor, num_clusters: int, comm: Comm, chunk_rows: int) -> tuple[int, Tensor]:
+    """Collective: number of rows on all ranks and the zero point for them, float64 [D]; every rank rejects bad rows alike."""
+    packed = comm.sum(torch.cat([_sums(x, chunk_rows), x.new_full((1,), x.shape[0], dtype=torch.float64)]))
     num_rows = int(packed[-1])
     if not 1 <= num_clusters <= num_rows:
         raise UserError(f"k-means: cannot make {num_clusters} clusters from {num_rows} rows. Choose between 1 and {num_rows} clusters.")
     if not bool(packed.isfinite().all()):
         num_bad = int(comm.sum((~x.isfinite().all(1)).sum()))
         raise UserError(f"k-means: {num_bad} of {num_rows} rows hold NaN or infinity. Check the embeddings, or the run that made them, for divergence.")
-    return num_rows, _as_origin(packed[:-1] / num_rows, x)
+    return num_rows, _origin(packed[:-1] / num_rows, x)
 
 
-def _sum(x: Tensor, chunk_rows: int) -> Tensor:
-    total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+def _sums(x: Tensor, chunk_rows: int) -> Tensor:
+    """Sum of the rows and, last, of their squared norms: float64 [D + 1]."""
+    total = torch.zeros(x.shape[1] + 1, dtype=torch.float64, device=x.device)
     for chunk in x.split(chunk_rows):
-        total += chunk.sum(0, dtype=torch.float64)
+        total[:-1] += chunk.sum(0, dtype=torch.float64)
+        total[-1] += torch.linalg.vector_norm(chunk.to(_compute_dtype(x)), dim=1).square().sum(dtype=torch.float64)
     return total
 
 
-def _as_origin(mean: Tensor, x: Tensor) -> Tensor:
-    return mean.to(_compute_dtype(x)).to(torch.float64)
+def _origin(means: Tensor, x: Tensor) -> Tensor:
+    """The mean of the rows, rounded to the compute type; zero where it is no farther from zero than the rows are from it."""
+    mean, square = means[:-1].to(_compute_dtype(x)).to(torch.float64), means[-1]
+    is_near = mean.square().sum() <= square - mean.square().sum()
+    return torch.where(is_near, torch.zeros_like(mean), mean)
 
 
 def _squared_distance(rows: Tensor, score: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ def add_chunk(rows_nD: Any, score_nC: Any, labels_n: Any, nearest_n: Any, sums_C
         label = 0
         while score_nC[i, label] != lowest:
             label += 1
+        row, kept = rows_nD[i], sums_CD[label]
         square = rows_nD.dtype.type(0)
-        for j in range(rows_nD.shape[1]):
-            square += rows_nD[i, j] * rows_nD[i, j]
-            sums_CD[label, j] += rows_nD[i, j]
+        for j in range(row.size):
+            square += row[j] * row[j]
+        for j in range(row.size):
+            kept[j] += row[j]
         labels_n[i] = label
         nearest_n[i] = max(square + lowest, rows_nD.dtype.type(0))
         counts_C[label] += 1.0

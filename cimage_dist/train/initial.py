@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist import keyed
+from cimage_dist import artifacts, keyed
 from cimage_dist.cluster import dinknet, propagated, rdgae
 from cimage_dist.cluster.count import estimate_clusters
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.environment import peak_gb
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import compact
@@ -104,13 +106,22 @@ def initial_labels(
     method = method_for(cfg.cluster.init, graph.num_nodes)
     settings = settings_of(method, cfg, graph.num_nodes, count)
     folder = cache_folder(cfg, graph.fingerprint, method, count, settings) if graph.path else None
-    found = comm.broadcast_object(find_labels(folder, graph.num_nodes) if folder and comm.is_main else None)
+
+    def look() -> LabelSet | None:
+        return cast("LabelSet | None", comm.broadcast_object(find_labels(folder, graph.num_nodes) if folder and comm.is_main else None))
+
+    found = look()
     if found is None:
-        began = time.perf_counter()
-        labels, confidence = _make(method, settings, cfg, graph, topology, count, edge_only, comm, tick)
-        found = LabelSet(labels, confidence, {"method": method, "clusters": count, "seed": cfg.run.seed, "seconds": time.perf_counter() - began})
-        if folder and comm.is_main:
-            write_labels(folder, found)
+        # Trials of a sweep ask for the same labels at once: one makes them, the others wait and find them.
+        with artifacts.locked(folder.parent / f".lock-{folder.name}") if folder and comm.is_main else nullcontext():
+            found = look()
+            if found is None:
+                began = time.perf_counter()
+                labels, confidence = _make(method, settings, cfg, graph, topology, count, edge_only, comm, tick)
+                facts = {"method": method, "clusters": count, "seed": cfg.run.seed, "seconds": time.perf_counter() - began, "peak_gb": peak_gb()}
+                found = LabelSet(labels, confidence, facts)
+                if folder and comm.is_main:
+                    write_labels(folder, found)
     return replace(found, facts={**found.facts, "folder": str(folder)}) if folder else found
 
 

@@ -170,7 +170,14 @@ def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: 
 
 def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink) -> LabelSet:
     """Collective: the initial labels of this config, made or found."""
-    return initial_labels(cfg, graph, topology, lambda: _edge_only(cfg, graph, topology, comm, sink), comm, sink.tick)
+
+    def tick(step: int, total: int, values: dict[str, float], stage: str) -> None:
+        sink.tick(step, total, values, stage)
+        # Several ranks do not always tick alike, so they cannot agree here; they stop at the first step.
+        if comm.world == 1 and (signum := sink.stop_signal()):
+            raise Interrupted(signum, 0)
+
+    return initial_labels(cfg, graph, topology, lambda: _edge_only(cfg, graph, topology, comm, sink), comm, tick)
 
 
 def _prepare_scores(trainer: Trainer, sink: Sink) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -111,7 +112,8 @@ class LocalSink:
         self.progress.close()
         for resource in (self._file, self._board, self._mlflow, self._lock):
             if resource is not None:
-                resource.close()
+                with contextlib.suppress(OSError):  # of a full disk, which was told when the record was written
+                    resource.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal and number == signal.SIGINT:

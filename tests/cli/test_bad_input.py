@@ -79,7 +79,6 @@ DATA: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("no features", {"features": None}, [], ["no node features", "data.features=degree"]),
     ("pickled features", {"features": np.array([{}] * 120)}, [], ["features.npy", "cannot be read", "Replace"]),
     ("no labels to validate on", {"labels": None}, ["train.validate_every=2"], ["'mine'", "no labels", "train.validate_every=0"]),
-    ("no classes to count clusters", {"labels": None}, ["loss.factor_weight=1"], ["number of clusters", "cluster.num_clusters"]),
     ("no public split", {}, ["data.split=public"], ["'mine'", "without a split", "data.split=random"]),
     ("too few edges to hold out", {"edges": np.array([[0, 1], [1, 2]])}, ["data.holdout_edges=link"], ["2 undirected edges", "data.link_val_ratio"]),
 ]

@@ -107,13 +107,14 @@ def test_killed_often(settings: list[str], uninterrupted: Path, tmp_path: Path, 
     assert_same_end(run, uninterrupted)
 
 
-def test_stopped_before_the_first_step(tiny: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "first"), [("selfkmeans", "initial labels "), ("rdgae", "R-DGAE pre-training ")])
+def test_stopped_before_the_first_step(method: str, first: str, tiny: list[str], tmp_path: Path) -> None:
     """While initial labels are made there is nothing to save yet, and the message does not claim otherwise."""
     run = tmp_path / "run"
-    settings = [*tiny, "loss.factor_weight=1", "cluster.init_epochs=600"]
+    settings = [*tiny, "loss.factor_weight=1", f"cluster.init={method}", "cluster.init_epochs=600", "run.seed=77"]
     process = start(settings, run)
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("initial labels ")
+    assert process.stderr.readline().startswith(first)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143

@@ -9,6 +9,7 @@ import pytest
 
 from cimage_dist.cli import build_parser, parse
 from cimage_dist.commands.common import split_settings
+from cimage_dist.commands.jobs import job_line
 from cimage_dist.deploy import entrypoint
 from cimage_dist.deploy.documents import of_kind, read
 from cimage_dist.errors import UserError
@@ -52,7 +53,7 @@ def check(command: str) -> None:
     args = parse(shlex.split(command)[1:])
     verb = args.verb
     if verb == "submit":  # the job's own words are a command as well
-        return check("cimage " + shlex.join(args.line))
+        return check("cimage " + shlex.join(job_line(args)[0]))
     if verb == "k8s":
         verb = args.job
     if getattr(args, "settings", None):

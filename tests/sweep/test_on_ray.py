@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+BUSY = "timed out during startup"  # Ray gives its processes 30 s, which a busy machine may not keep
 TINY = """
 data: {name: sbm, store_dir: data, sbm: {num_nodes: 300, num_blocks: 3, avg_degree: 8, label_features: 6, nuisance_features: 6}}
 model: {num_factors: 3, factor_dim: 4, num_layers: 2, routing_iterations: 2}
@@ -60,7 +62,6 @@ def own_environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "300",
     }
     return os.environ | own | {"PYTHONPATH": str(ROOT)}
 
@@ -71,8 +72,11 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def cimage(folder: Path, *words: str) -> Any:
-    process = start(folder, *words, "--json")
-    out, err = process.communicate(timeout=1500)
+    for _ in range(10):
+        process = start(folder, *words, "--json")
+        out, err = process.communicate(timeout=1500)
+        if BUSY not in err:
+            break
     assert process.returncode == 0, err
     return json.loads(out)
 
@@ -109,12 +113,18 @@ def search_of(root: Path) -> dict[str, Any]:
     return {name: (trial["values"], trial["seed"], found[name]["status"], found[name]["score"], found[name]["steps"]) for name, trial in trials.items()}
 
 
-def wait_for(process: subprocess.Popen[str], is_reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600  # against a hang only
+def start_until(folder: Path, is_reached: Callable[[], bool], *words: str) -> subprocess.Popen[str]:
+    """A command under way that has come so far."""
+    process = start(folder, *words)
+    deadline = time.monotonic() + 1200  # against a hang only
     while not is_reached():
-        assert process.poll() is None, process.communicate()[1]
+        if process.poll() is not None:
+            err = process.communicate()[1]
+            assert BUSY in err, err
+            process = start(folder, *words)
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return process
 
 
 def test_asha_on_digits(folder: Path) -> None:
@@ -155,8 +165,8 @@ def test_killed_at_three_moments(folder: Path) -> None:
         return len(over) >= count and any(name not in over for name in under_way)
 
     for names, count in (("p0000-s0", 0), ("p*-s0", 2), ("*-fresh-*", 5)):
-        process = start(folder, "sweep", "space.yaml", "tiny.yaml", "sweep.dir=killed", "--quiet")
-        wait_for(process, lambda names=names, count=count: has_trained(names, count))  # type: ignore[misc]
+        words = ("sweep", "space.yaml", "tiny.yaml", "sweep.dir=killed", "--quiet")
+        process = start_until(folder, functools.partial(has_trained, names, count), *words)
         process.kill()
         process.communicate()
         kept = {path: path.read_bytes() for path in (root / "trials").glob("*/outcome.json")}
@@ -170,13 +180,14 @@ def test_killed_at_three_moments(folder: Path) -> None:
 
 def test_stopped_by_ctrl_c(folder: Path) -> None:
     root = folder / "s"
-    process = start(folder, "sweep", "space.yaml", "tiny.yaml", "sweep.dir=s")
-    wait_for(process, lambda: len(outcomes(root)) == 1 and bool(list((root / "trials").glob("p0001-s0/ckpt/step-*"))))
+    words = ("sweep", "space.yaml", "tiny.yaml", "sweep.dir=s")
+    process = start_until(folder, lambda: len(outcomes(root)) == 1 and bool(list((root / "trials").glob("p0001-s0/ckpt/step-*"))), *words)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "Resume with: cimage sweep space.yaml tiny.yaml sweep.dir=s" in err, err
     assert (root / "index.html").is_file() and "p0001-s0" not in outcomes(root)
-    assert sweep(folder, "s")["trials"]["done"] == len(outcomes(root))
+    result = sweep(folder, "s")
+    assert not result["failures"] and result["trials"]["done"] == len(outcomes(root))
 
 
 def test_shuffled_test_labels_give_the_same_search(folder: Path) -> None:
@@ -210,8 +221,8 @@ def test_shuffled_test_labels_give_the_same_search(folder: Path) -> None:
 def test_a_diverging_and_a_killed_trial_do_not_stop_the_sweep(folder: Path) -> None:
     (folder / "space.yaml").write_text("search: grid\nbaseline: false\ntop: 1\nfresh_seeds: 1\nconcurrent: 1\nspace:\n  optim.lr_max: [1.0e+30, 0.01, 0.02]\n")
     root = folder / "s"
-    process = start(folder, "sweep", "space.yaml", "tiny.yaml", "sweep.dir=s", "--json")
-    wait_for(process, lambda: bool(list((root / "trials").glob("p0001-s0/ckpt/step-*"))))
+    words = ("sweep", "space.yaml", "tiny.yaml", "sweep.dir=s", "--json")
+    process = start_until(folder, lambda: bool(list((root / "trials").glob("p0001-s0/ckpt/step-*"))), *words)
     trial = next(process for process in own_processes(folder) if any("Trainable" in word for word in process.cmdline()))
     trial.kill()
     out, err = process.communicate(timeout=600)

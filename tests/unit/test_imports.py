@@ -34,7 +34,7 @@ ALLOWED = {
     "embedding": BASE | {"artifacts", "nn", "graph", "rows", "train"},
     "stages": BASE | {"embedding", "rows"} | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment"},
     "evaluation": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment", "stages"},
-    "clustering": BASE | {"comm", "stats", "graph", "train"},
+    "clustering": BASE | {"comm", "environment", "stats", "graph", "train"},
     "api": BASE | {"comm", "artifacts", "stats", "nn", "losses", "graph", "checkpoint", "train", "eval", "environment", "stages", "evaluation"},
     "plan": BASE | {"comm", "artifacts", "stats", "nn", "graph", "train"},
     "overview": BASE | {"artifacts", "environment", "checkpoint", "graph"},

@@ -27,7 +27,6 @@ from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.stats.hsic import block_statistics
 from cimage_dist.stats.partition import choose_partition, score_features
 from cimage_dist.train import loop
-from cimage_dist.train.initial import initial_labels
 from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import Refresher
 from cimage_dist.train.sink import MemorySink
@@ -107,10 +106,10 @@ def copying(trainer: Trainer) -> None:
 def test_scores_find_them_through_the_encoder_with_pseudo_labels(seed, store_dir, record_property):
     cfg, graph, planted = planted_graph(store_dir, seed)
     topology = graph.topology()
-    labels, confidence = initial_labels(cfg, graph, topology, lambda: loop._edge_only(cfg, graph, topology, Comm(), MemorySink()))
+    made = loop.make_labels(cfg, graph, topology, Comm(), MemorySink())
     trainer = Trainer(cfg, graph, topology, Comm())
     copying(trainer)
-    refresher = Refresher(cfg, labels, confidence, trainer.embedder, Comm())
+    refresher = Refresher(cfg, made.labels, made.confidence, trainer.embedder, Comm())
     found, record = refresher(trainer.model.encoder, 0, None)
     precision, recall = precision_recall(found, planted)
     record_property("precision", precision)
