@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+# The default tests run in this many processes, a file at a time; the slow ones start clusters and run alone.
+TEST_PROCESSES ?= 2
 
 .PHONY: help demo test test-slow test-gpu style check k8s clean
 
@@ -31,7 +33,7 @@ demo: $(STAMP)
 	$(BIN)/cimage evaluate configs/demo.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
