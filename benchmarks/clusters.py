@@ -36,7 +36,8 @@ def rows(body: dict[str, Any]) -> list[str]:
         cells = [spread([100 * r[key] if key == "modularity" else r[key] for r in runs]) if key in runs[0] else "-" for key in COLUMNS]
         size = f"{min(r['s'] for r in runs):,} to {max(r['s'] for r in runs):,}"
         every = "all" if all(r["clusters_in_s"] == body["clusters"] for r in runs) else "not all"
-        cost = f"{min(r['seconds'] for r in runs):.0f} to {max(r['seconds'] for r in runs):.0f} | {max(r['peak_gb'] for r in runs):.2f}"
+        peaks = [r["peak_gb"] for r in runs if r["peak_gb"] is not None]
+        cost = f"{min(r['seconds'] for r in runs):.0f} to {max(r['seconds'] for r in runs):.0f} | {f'{max(peaks):.2f}' if peaks else '-'}"
         out.append(f"| {body['graph']['name']} | {method} | {len(runs)} | {' | '.join(cells)} | {size} | {every} | {cost} |")
     return out
 

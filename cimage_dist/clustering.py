@@ -7,6 +7,7 @@ import multiprocessing
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, cast
 
 import torch
@@ -58,10 +59,20 @@ def compare(cfg: Config, methods: Sequence[str], seeds: Sequence[int], progress:
     for method in wanted:
         for seed in seeds[:1] if method == "file" else seeds:
             progress.note(f"{method}, seed {seed}")
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                runs.append(pool.submit(score_method, with_method(cfg, method, seed, count), progress.quiet).result())
+            runs.append(_in_own_process(with_method(cfg, method, seed, count), progress.quiet))
     facts = {"name": graph.name, "fingerprint": graph.fingerprint, "nodes": graph.num_nodes, "edges": graph.num_edges // 2, "classes": graph.num_classes}
     return {"graph": facts, "clusters": count, "runs": runs, "methods": {name: summarise([r for r in runs if r["method"] == name]) for name in wanted}}
+
+
+def _in_own_process(cfg: Config, quiet: bool) -> dict[str, Any]:
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(score_method, cfg, quiet).result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"The process of {cfg.cluster.init}, seed {cfg.run.seed}, was killed, most likely for lack of memory. Labels made so far are kept; "
+            "leave the method out with --methods, or run on a machine with more memory."
+        ) from None
 
 
 def score_method(cfg: Config, quiet: bool) -> dict[str, Any]:

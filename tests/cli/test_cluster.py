@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from cimage_dist import clustering
 from cimage_dist.clustering import METHODS, methods_for, summarise
 from cimage_dist.config import load_config
 from cimage_dist.errors import UserError
@@ -70,3 +72,14 @@ def test_the_alias_reaches_the_labels_path_from_yaml_too(tmp_path):
     assert cfg.cluster.init == "file" and cfg.cluster.labels_path == "labels.npy"
     with pytest.raises(UserError, match=r"cluster\.form"):
         load_config(overrides=["cluster.form=labels.npy"])
+
+
+def die(cfg, quiet):
+    os._exit(9)
+
+
+def test_a_killed_method_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(clustering, "score_method", die)
+    cfg = load_config(overrides=[*GRAPH, f"data.store_dir={tmp_path}"])
+    with pytest.raises(UserError, match=r"propagated, seed 3, was killed.*--methods"):
+        clustering._in_own_process(clustering.with_method(cfg, "propagated", 3, 4), True)

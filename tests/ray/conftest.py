@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -23,8 +24,6 @@ import torch
 
 from cimage_dist import checkpoint
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "launch" / "local_cluster.sh"
 BIN = Path(sys.executable).parent
 PATIENCE_S = 900.0  # against a hang only: a start of the workers takes minutes on a busy machine
 CHECKPOINT_EVERY = 5
@@ -108,34 +107,43 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Cluster:
-    """Real Ray nodes on this machine, each a session of processes of its own, started and stopped by launch/local_cluster.sh."""
+    """Real Ray nodes on this machine, each a session of processes of its own, with a token and without a dashboard, which is slow to start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = folder / "c"
-        self._count = 0
-
-    def script(self, action: str, *argv: str) -> subprocess.CompletedProcess[str]:
-        command = [str(SCRIPT), action, "--dir", str(self.files), *argv]
-        return subprocess.run(command, cwd=self.folder, env=self._clean(), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        self.files.mkdir()
+        (self.files / "token").write_text(secrets.token_hex(32))
+        self._nodes: list[subprocess.Popen[bytes]] = []
 
     def start(self, nodes: int, cpus: int) -> None:
-        done = self.script("start", "--nodes", str(nodes), "--cpus-per-node", str(cpus))
-        assert done.returncode == 0, done.stderr
-        self._count = nodes
+        self._start_node(cpus, "--head", f"--port={free_ports(1)[0]}", f"--temp-dir={self.files / 'ray'}", "--include-dashboard=false", "--disable-usage-stats")
+        for _ in range(1, nodes):
+            self.add_node(cpus)
+
+    def stop(self) -> None:
+        for node in reversed(self._nodes):
+            kill_node(node.pid)
+            node.wait(30)
 
     def _clean(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CIMAGE_"))}
-        own = {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(self.folder), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
-        return env | own
+        return env | {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "HOME": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.files / "token"),
+            "RAY_TMPDIR": str(self.files),
+        }
 
     def environment(self, **changes: str) -> dict[str, str]:
         """Failures are noticed within half a second, and a group of workers that cannot start is given up after 20 s, not 60."""
         return self._clean() | {
-            "RAY_ADDRESS": (self.files / "ray" / "ray_current_cluster").read_text().strip(),
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self.files / "token"),
-            "RAY_TMPDIR": str(self.files),
+            "RAY_ADDRESS": self._address(),
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
             **changes,
@@ -149,12 +157,7 @@ class Cluster:
 
     def nodes(self) -> list[int]:
         """The session of each node alive, the head first."""
-        found = []
-        for path in sorted(self.files.glob("node-*.pid"), key=lambda path: int(path.stem.removeprefix("node-"))):
-            pid = int(path.read_text().split()[0])
-            if processes_of(pid):
-                found.append(pid)
-        return found
+        return [node.pid for node in self._nodes if processes_of(node.pid)]
 
     def workers(self) -> list[psutil.Process]:
         """Training processes, on any node."""
@@ -174,29 +177,31 @@ class Cluster:
                     return process
         raise AssertionError(f"no worker holds {run}/.lock")
 
-    def add_node(self) -> int:
-        """A further node of one CPU; `local_cluster.sh stop` ends it with the others. Ray gives a node 30 s to come up: three tries."""
-        name = f"node-{self._count}"
-        self._count += 1
-        address = (self.files / "ray" / "ray_current_cluster").read_text().strip()
-        ports = free_ports(4)
+    def add_node(self, cpus: int = 1) -> None:
+        self._start_node(cpus, f"--address={self._address()}")
+
+    def _address(self) -> str:
+        return (self.files / "ray" / "ray_current_cluster").read_text().strip()
+
+    def _start_node(self, cpus: int, *argv: str) -> None:
+        """Ray gives a node 30 s to come up, which a busy machine can exceed: it is tried again. Its agents' ports are told, so that it need not wait for them."""
+        log = self.files / f"node-{len(self._nodes)}.log"
         kinds = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "runtime-env-agent-port")
-        options = ["--num-cpus=1", "--object-store-memory=268435456", *[f"--{kind}={port}" for kind, port in zip(kinds, ports, strict=True)]]
-        command = [str(BIN / "ray"), "start", "--block", f"--address={address}", "--node-ip-address=127.0.0.1", *options]
-        env = self.environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
-        env.pop("RAY_ADDRESS")
-        for _ in range(3):
-            with (self.files / f"{name}.log").open("w") as log:
-                process = subprocess.Popen(command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            since = subprocess.run(["ps", "-o", "lstart=", "-p", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
-            (self.files / f"{name}.pid").write_text(f"{process.pid}\n{' '.join(since)}\n")
-            deadline = time.monotonic() + 120
-            while process.poll() is None and time.monotonic() < deadline:
-                if "Ray runtime started" in (self.files / f"{name}.log").read_text():
-                    return process.pid
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            ports = [f"--{kind}={port}" for kind, port in zip(kinds, free_ports(4), strict=True)]
+            command = [str(BIN / "ray"), "start", "--block", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}", "--object-store-memory=268435456"]
+            with log.open("w") as out:
+                node = subprocess.Popen(
+                    [*command, *ports, *argv], cwd=self.folder, env=self._clean(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                )
+            while node.poll() is None:
+                if "Ray runtime started" in log.read_text():
+                    self._nodes.append(node)
+                    return
                 time.sleep(0.2)
-            kill_node(process.pid)
-        raise AssertionError((self.files / f"{name}.log").read_text()[-3000:])
+            kill_node(node.pid)
+        raise AssertionError(log.read_text()[-3000:])
 
 
 def free_ports(count: int) -> list[int]:
@@ -221,8 +226,6 @@ def kill_node(session: int) -> None:
     for process in processes_of(session):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(session, os.WNOHANG)
 
 
 @contextmanager
@@ -234,7 +237,7 @@ def cluster_of(nodes: int, cpus: int) -> Iterator[Cluster]:
         cluster.start(nodes, cpus)
         yield cluster
     finally:
-        cluster.script("stop")
+        cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 

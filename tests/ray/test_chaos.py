@@ -14,6 +14,7 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,7 +27,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import load_config
 from cimage_dist.errors import UserError
 from tests.procs import run_ranks
-from tests.ray.conftest import CHECKPOINT_EVERY, STEPS, Cluster, Expected, Run, wait_until
+from tests.ray.conftest import CHECKPOINT_EVERY, PATIENCE_S, STEPS, Cluster, Expected, Run, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")]
 
@@ -180,7 +181,6 @@ def test_storage_is_full(one_node: Cluster, expected: Expected) -> None:
 def save_on_full_storage(comm: Comm, root: str, failing: str) -> tuple[str, list[int]]:
     """What a rank is told at the second checkpoint, and the checkpoints that are whole then."""
     from cimage_dist.runtime import ray_train
-    from cimage_dist.train import sink as sinks
 
     def no_room(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "ckpt")
@@ -192,7 +192,7 @@ def save_on_full_storage(comm: Comm, root: str, failing: str) -> tuple[str, list
         if failing == "checkpoint":
             checkpoint.save = no_room
         else:
-            sinks.json.dumps = no_room
+            sink._file = SimpleNamespace(write=no_room, close=lambda: None)
         sink.log("train", 6, {})
         try:
             sink.save(10, {"model.w": torch.zeros(3)}, {}, False)
@@ -204,7 +204,7 @@ def save_on_full_storage(comm: Comm, root: str, failing: str) -> tuple[str, list
 @pytest.mark.parametrize(("failing", "what"), [("checkpoint", "The checkpoint of step 10"), ("metrics", "The metrics of step 6")])
 def test_all_ranks_stop_where_rank_0_cannot_write(failing: str, what: str, tmp_path: Path) -> None:
     """Without Ray, and without a full disk."""
-    told = run_ranks(save_on_full_storage, 2, str(tmp_path), failing)
+    told = run_ranks(save_on_full_storage, 2, str(tmp_path), failing, timeout=PATIENCE_S)
     assert told[0] == told[1] and told[0][1] == [5]
     assert what in told[0][0] and "No space left on device: ckpt" in told[0][0]
 

@@ -1,0 +1,44 @@
+"""Scratch memory of the compiled routing belongs to it while other threads allocate.
+
+Compiled code frees an array after its last use, and a pointer into it is no use: before the arrays were kept on purpose, this aborted with
+a damaged heap or gave other numbers. One malloc arena makes threads reuse each other's freed blocks at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import threading, numpy as np, torch
+torch.set_num_threads(1)
+from cimage_dist.nn import routing_cpu
+generator = torch.Generator().manual_seed(0)
+nodes = 1500
+x, grad = (torch.randn(nodes, 4, 8, generator=generator) for _ in range(2))
+indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(3, 12, (nodes,), generator=generator).cumsum(0)])
+ids = torch.randint(0, nodes, (int(indptr[-1]),), generator=generator)
+
+def run():
+    return routing_cpu.forward(x, 0, indptr, ids, None, 4, 1.0, False), routing_cpu.backward(grad, x, 0, indptr, ids, None, 4, 1.0, False, True)[0]
+
+first, done = run(), threading.Event()
+
+def disturb():
+    while not done.is_set():
+        rows = [np.full(size, np.nan, np.float32) for size in (50, 100, 300, 512, 700, 1000, 1500, 2000, 3000)]
+
+threads = [threading.Thread(target=disturb) for _ in range(2)]
+[t.start() for t in threads]
+same = all(torch.equal(a, b) for _ in range(60) for a, b in zip(run(), first))
+done.set()
+[t.join() for t in threads]
+print("same" if same else "different")
+"""
+
+
+def test_other_threads_do_not_disturb_it():
+    env = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr[-500:]
