@@ -82,7 +82,7 @@ def contexts(run: Path) -> list[tuple[int, list[int]]]:
 
 def kinds_of_files(run: Path) -> set[str]:
     paths = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    return {"tb/events" if path.startswith("tb/") else path for path in paths if not path.startswith("ray/")}
+    return {"tb/events" if path.startswith("tb/") else path for path in paths if not path.startswith("ray/") and path != "attempts.jsonl"}
 
 
 def weights(run: Path) -> dict[str, np.ndarray]:
