@@ -11,18 +11,18 @@ ARG VARIANT=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${VARIANT}
 ARG PYG_INDEX=https://data.pyg.org/whl/torch-2.13.0+${VARIANT}.html
 ARG PYG_LIB="pyg-lib>=0.7"
-ENV PATH=/opt/cimage/bin:$PATH
+ENV PATH=/opt/cimage/bin:$PATH PIP_CACHE_DIR=/var/cache/pip
 RUN python -m venv /opt/cimage
 WORKDIR /src
 # From what changes least to what changes most: torch, the other packages, our code.
 COPY launch/install.sh launch/install.sh
-RUN --mount=type=cache,target=/root/.cache/pip launch/install.sh torch
+RUN --mount=type=cache,target=/var/cache/pip launch/install.sh torch
 COPY pyproject.toml constraints.txt ./
-RUN --mount=type=cache,target=/root/.cache/pip launch/install.sh dependencies
+RUN --mount=type=cache,target=/var/cache/pip launch/install.sh dependencies
 COPY README.md LICENSE ./
 COPY k8s/rendered k8s/rendered
 COPY cimage_dist cimage_dist
-RUN --mount=type=cache,target=/root/.cache/pip launch/install.sh package check
+RUN --mount=type=cache,target=/var/cache/pip launch/install.sh package check
 
 FROM python:3.11.14-slim-bookworm
 LABEL org.opencontainers.image.title="cimage-dist" \

@@ -50,3 +50,8 @@ def small_sbm_settings(store_dir: Path) -> list[str]:
         "data.sbm.nuisance_features=6",
         f"data.store_dir={store_dir}",
     ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of several ranks take longest and come first, so that parallel test processes end together."""
+    items.sort(key=lambda item: "parity" not in item.path.parts)
