@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from cimage_dist import keyed
+from cimage_dist.cluster.descent import step_on
 from cimage_dist.cluster.dinknet_graph import Batch, Nodes
-from cimage_dist.cluster.dinknet_model import DinkNet, clustering_loss, discrimination_loss, masked_columns, project_to_ball, step_on
+from cimage_dist.cluster.dinknet_model import DinkNet, clustering_loss, discrimination_loss, masked_columns, project_to_ball
 from cimage_dist.cluster.propagated import Tick, check_input, sampled
 from cimage_dist.comm import Comm
 from cimage_dist.nn.features import Features
@@ -142,7 +143,7 @@ class _Run:
         for epoch in range(s.pretrain_epochs):
             losses = []
             for batch in self.nodes.batches(s.batch, self._key(_ORDER, number * s.pretrain_epochs + epoch)):
-                losses.append(step_on(self.discrimination(batch), optimiser, self.comm))
+                losses.append(step_on(self.discrimination(batch), optimiser, self.comm, "Dink-Net"))
                 self.step += 1
             self.tick(epoch + 1, s.pretrain_epochs, {"loss": sum(losses) / len(losses)}, name)
         self.h_nD = None
@@ -199,7 +200,7 @@ class _Run:
                 share = clustering_loss(self.rows_of(batch), centres_CD, batch.gids.numel(), comm)
                 if s.tradeoff:
                     share = share + s.tradeoff * self.discrimination(batch)
-                losses.append(step_on(share, optimiser, comm))
+                losses.append(step_on(share, optimiser, comm, "Dink-Net"))
                 project_to_ball(centres_CD)
                 self.step += 1
             if s.tradeoff:

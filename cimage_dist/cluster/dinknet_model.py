@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
-from cimage_dist.errors import UserError
 
 
 class DinkNet(nn.Module):
@@ -64,16 +63,3 @@ def clustering_loss(h_nD: Tensor, centres_CD: Tensor, batch: int, comm: Comm) ->
 def project_to_ball(centres_CD: Tensor) -> None:
     """In place: centres longer than 1 are shortened to 1. The loss is unbounded below without it (§10)."""
     centres_CD.div_(torch.linalg.vector_norm(centres_CD, dim=1, keepdim=True).clamp(min=1.0))
-
-
-def step_on(share: Tensor, optimiser: torch.optim.Optimizer, comm: Comm) -> float:
-    """Collective: one step of the optimiser on the sum of all ranks' shares; returns that sum. Parameters stay alike everywhere."""
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    grads = torch.autograd.grad(share, parameters, materialize_grads=True)
-    total = comm.sum(torch.cat([share.detach().reshape(1), *(g.flatten() for g in grads)]))
-    if not bool(total.isfinite().all()):
-        raise UserError("Dink-Net diverged: its loss or gradients are no longer finite. Check the features for huge values, or lower the learning rate.")
-    for p, grad in zip(parameters, total[1:].split([p.numel() for p in parameters]), strict=True):
-        p.grad = grad.view_as(p)
-    optimiser.step()
-    return float(total[0])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.cluster.consensus import consensus
+from cimage_dist.cluster.descent import step_on
 from cimage_dist.cluster.rdgae_graph import TargetGraph, TrustedNodes
 from cimage_dist.cluster.rdgae_loss import clustering_loss, log_assignments, reconstruction_loss, sampled_reconstruction_loss, squared_distances
 from cimage_dist.comm import Comm
@@ -158,7 +159,7 @@ class _Run:
         s = self.settings
         optimiser = torch.optim.Adam(self.encoder.parameters(), lr=s.pretrain_lr, weight_decay=s.pretrain_decay)
         for epoch in range(s.pretrain_epochs):
-            loss = step_on(self.reconstruction(self.embed(), epoch), optimiser, self.comm)
+            loss = step_on(self.reconstruction(self.embed(), epoch), optimiser, self.comm, "R-DGAE")
             self.tick(epoch + 1, s.pretrain_epochs, {"loss": loss}, "R-DGAE pre-training")
 
     def cluster(self, num_clusters: int) -> Tensor:
@@ -178,7 +179,7 @@ class _Run:
                 if epoch % s.correct_every == 0 and epoch <= s.correct_until:
                     self.target = self.target.corrected(squared_NC, trusted.omega)
             loss = self.reconstruction(z_ND, s.pretrain_epochs + epoch) + s.gamma * clustering_loss(z_ND, centres_CD, labels, trusted.omega, comm)
-            value = step_on(loss, optimiser, comm)
+            value = step_on(loss, optimiser, comm, "R-DGAE")
             schedule.step()
             self.tick(epoch + 1, s.cluster_epochs, {"loss": value, "trusted": float(trusted.omega.sum())}, "R-DGAE clustering")
         with torch.no_grad():
@@ -193,17 +194,3 @@ class _Run:
         key = keyed.stream(self.seed, "rdgae", -1)
         found = kmeans(z_ND[begin:end], num_clusters, seed=key, comm=self.comm, gids=gids, restarts=self.settings.restarts)
         return found.centres.to(z_ND.dtype)
-
-
-def step_on(loss_share: Tensor, optimiser: torch.optim.Optimizer, comm: Comm) -> float:
-    """Collective: one step of the optimiser on the loss whose shares the ranks hold; returns the loss. The parameters stay alike everywhere."""
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    grads = torch.autograd.grad(loss_share, parameters, materialize_grads=True)
-    total = comm.sum(torch.cat([loss_share.detach().reshape(1), *(g.flatten() for g in grads)]))
-    loss = float(total[0])
-    if not bool(total.isfinite().all()):
-        raise UserError("R-DGAE diverged: its loss or gradients are no longer finite. Check the features for huge values, or lower the learning rate.")
-    for p, grad in zip(parameters, total[1:].split([p.numel() for p in parameters]), strict=True):
-        p.grad = grad.view_as(p)
-    optimiser.step()
-    return loss

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from sklearn.metrics import adjusted_rand_score
 
 from cimage_dist import keyed
+from cimage_dist.cluster.descent import step_on
 from cimage_dist.cluster.dinknet import DinkNetSettings, _Run, dinknet_labels, settings_for
 from cimage_dist.cluster.dinknet_graph import Nodes, row_factors
-from cimage_dist.cluster.dinknet_model import DinkNet, clustering_loss, discrimination_loss, masked_columns, project_to_ball, step_on
+from cimage_dist.cluster.dinknet_model import DinkNet, clustering_loss, discrimination_loss, masked_columns, project_to_ball
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.nn.features import Features
@@ -168,10 +169,10 @@ def test_a_step_is_the_optimisers_and_bad_numbers_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.tensor([2.0]))
     unused = torch.nn.Parameter(torch.tensor([1.0]))
     optimiser = torch.optim.SGD([parameter, unused], lr=0.5)
-    assert step_on((parameter**2).sum(), optimiser, Comm()) == 4.0
+    assert step_on((parameter**2).sum(), optimiser, Comm(), "Dink-Net") == 4.0
     assert parameter.item() == 0.0 and unused.item() == 1.0
     with pytest.raises(UserError, match="diverged"):
-        step_on((parameter / 0.0).sum(), optimiser, Comm())
+        step_on((parameter / 0.0).sum(), optimiser, Comm(), "Dink-Net")
 
 
 def run_with_history(settings: DinkNetSettings, seed: int = 0, clusters: int = 3) -> tuple[torch.Tensor, list[dict[str, Any]], list[torch.Tensor], Topology]:
