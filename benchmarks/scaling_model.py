@@ -120,9 +120,14 @@ class Model:
         hops = len(self.cfg.sampler.fanouts)
         return rows[f"messages within {hops - 1}"] * self.measured["sampling_s_per_message"] / max(1, self.cfg.sampler.loader_processes)
 
-    def reading(self, rows: dict[str, float], on: Hardware) -> float:
-        values = rows[f"nodes within {len(self.cfg.sampler.fanouts)}"] * self.size.features
-        return values * 2 / self.measured["rows_bytes_per_s"] + values * 4 / (on.link_share * on.pcie)
+    def row_bytes(self, rows: dict[str, float]) -> float:
+        return rows[f"nodes within {len(self.cfg.sampler.fanouts)}"] * self.size.features * 2
+
+    def reading(self, rows: dict[str, float]) -> float:
+        return self.row_bytes(rows) / self.measured["rows_bytes_per_s"] / max(1, self.cfg.sampler.loader_processes)
+
+    def transfer(self, rows: dict[str, float], on: Hardware) -> float:
+        return self.row_bytes(rows) / (on.link_share * on.pcie)
 
     def reduction(self, world: int, on: Hardware) -> float:
         """NCCL: a ring inside the machine, then a tree between machines on which each GPU carries its part."""
@@ -148,30 +153,33 @@ class Model:
         moved = (sample + bank) * self.width * 4 / on.tcp
         calls = on.tcp_hop * sum(hops(call.operation, world) for call in self.played.refresh)
         seconds = flops / world / self.measured["hsic_flops_per_s"] + self.measured["solve_s"] + moved + calls
-        return (seconds + self.sampling(embedded) + self.reading(embedded, on) + self.traffic(embedded) / 3 / (on.memory_share * on.memory)) / ci.every_steps
+        data = self.sampling(embedded) + self.reading(embedded) + self.transfer(embedded, on)
+        return (seconds + data + self.traffic(embedded) / 3 / (on.memory_share * on.memory)) / ci.every_steps
 
     def step(self, world: int, share: float, on: Hardware) -> dict[str, float]:
         rows = self.rows(share)
         parts = {
             "sampling": self.sampling(rows),
-            "reading": self.reading(rows, on),
+            "reading": self.reading(rows),
+            "transfer": self.transfer(rows, on),
             "GPU": on.launch + self.traffic(rows) / (on.memory_share * on.memory),
             "reduction": self.reduction(world, on),
             "agreement": self.agreement(world, on),
             "refresh": self.refresh(world, on),
         }
-        # Loader processes work ahead, so the slower of sampling and everything else sets the pace.
-        parts["step"] = max(parts["sampling"], sum(seconds for name, seconds in parts.items() if name != "sampling"))
+        # Loader processes sample and read ahead, so the slower of that and everything else sets the pace.
+        ahead = parts["sampling"] + parts["reading"]
+        parts["step"] = max(ahead, sum(parts.values()) - ahead)
         return parts
 
 
 def table(model: Model, on: Hardware, title: str, share_of: Any) -> str:
-    names = ["sampling", "reading", "GPU", "reduction", "agreement", "refresh", "step"]
+    names = ["sampling", "reading", "transfer", "GPU", "reduction", "agreement", "refresh", "step"]
     lines = [
         f"**{title}, {on.name}**; ms per step",
         "",
         "| GPUs | edges per GPU | " + " | ".join(names) + " | edges/s | efficiency | hours per epoch |",
-        "|" + "--:|" * 12,
+        "|" + "--:|" * (len(names) + 5),
     ]
     first: float | None = None
     for world in GPUS:
@@ -246,13 +254,13 @@ def measure_sampling() -> float:
 
 
 def measure_rows() -> float:
-    """Bytes per second of gathering half-precision rows from a mapped file that is in the page cache, as a training process does."""
+    """Bytes per second of gathering half-precision rows from a mapped file that is in the page cache, as a loader process does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.npy"
         np.save(path, np.zeros((1_000_000, 128), dtype=np.float16))
         x = np.load(path, mmap_mode="r")
         gids = np.random.default_rng(0).integers(0, len(x), 200_000)
-        return gids.size * 128 * 2 / cpu_seconds(lambda: torch.from_numpy(x[gids]).to(torch.float32))
+        return gids.size * 128 * 2 / cpu_seconds(lambda: x[gids])
 
 
 def measure_refresh() -> tuple[float, float]:

@@ -131,7 +131,8 @@ class SampledBatch:
     layer; weight None where all are 1. degree float32 [n]: visible degree, of nodes without messages here too.
     nodes_per_hop: seeds, then new nodes of each hop; edges_per_hop: messages into the seeds, into the first hop, and so on.
     pos int64 [b, 2], neg int64 [c, 2]: pairs in local ids, with float32 weights, 0 for padding. global_pos, global_neg: sums of those
-    weights over all ranks, the counts by which losses are divided. b, c and n may be 0 on a rank.
+    weights over all ranks, the counts by which losses are divided. b, c and n may be 0 on a rank. x [n, F]: features of the nodes in the
+    store's own type, where the source was given them.
     """
 
     step: int
@@ -146,11 +147,12 @@ class SampledBatch:
     neg_weight: Tensor
     global_pos: float
     global_neg: float
+    x: Tensor | None = None
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledBatch:
-        weight, degree = (None if t is None else fn(t) for t in (self.edges.weight, self.edges.degree))
+        weight, degree, x = (None if t is None else fn(t) for t in (self.edges.weight, self.edges.degree, self.x))
         tensors: dict[str, Any] = {name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")}
-        return replace(self, edges=EdgeList(fn(self.edges.src), fn(self.edges.dst), self.edges.num_nodes, weight, degree), **tensors)
+        return replace(self, edges=EdgeList(fn(self.edges.src), fn(self.edges.dst), self.edges.num_nodes, weight, degree), x=x, **tensors)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SampledBatch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))

@@ -53,5 +53,9 @@ def small_sbm_settings(store_dir: Path) -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of several ranks take longest and come first, so that parallel test processes end together."""
+    """The tests of several ranks take longest and come first, so that parallel test processes end together; without CUDA those of a GPU are skipped."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
     items.sort(key=lambda item: "parity" not in item.path.parts)

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a spawned process on this machine, and collect what each returned."""
+"""Run a function on several ranks, each a spawned process on this machine, and collect what each returned."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _child(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], queue: Any) -> None:
+def _child(rank: int, world: int, port: int, backend: str, fn: Callable[..., Any], args: tuple[Any, ...], queue: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        dist.init_process_group(backend, rank=rank, world_size=world)
         result = fn(Comm.from_environment(), *args)
         dist.barrier()
         dist.destroy_process_group()
@@ -34,7 +34,7 @@ def _child(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple
         queue.put((rank, None, traceback.format_exc()))
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 180.0, backend: str = "gloo") -> list[Any]:
     """`[fn(comm, *args) of rank 0, of rank 1, ...]`. `fn` must be a module-level function; a failing rank's traceback is raised here.
 
     Return numpy arrays or plain values: torch tensors would travel through shared memory that dies with the child.
@@ -42,7 +42,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     context = mp.get_context("spawn")
     queue = context.Queue()
     port = _free_port()
-    children = [context.Process(target=_child, args=(rank, world, port, fn, args, queue), daemon=True) for rank in range(world)]
+    children = [context.Process(target=_child, args=(rank, world, port, backend, fn, args, queue), daemon=True) for rank in range(world)]
     for child in children:
         child.start()
     results: dict[int, Any] = {}

@@ -24,7 +24,8 @@ class BatchSource(Dataset[SampledBatch]):
 
     The global batch of `batch_edges` undirected edges does not depend on `world`; rank r takes positions [B r / W, B (r+1) / W).
     Message passing sees none of the global batch's edges, in either direction, nor the keyed share `hide_rate` of all others (§3).
-    `upper_ptr` may come from a file; without it one O(N log degree) pass makes it here.
+    `upper_ptr` may come from a file; without it one O(N log degree) pass makes it here. `features` [N, F], a mapped file as a rule, are
+    read where the batch is made, so that with loader processes reading overlaps training as sampling does.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class BatchSource(Dataset[SampledBatch]):
         rescale: bool = True,
         backend: str = "auto",
         upper_ptr: NDArray[np.int64] | None = None,
+        features: NDArray[Any] | None = None,
     ) -> None:
         if not 0 <= hide_rate < 1:
             raise UserError(f"sampler.hide_rate is {hide_rate}; it is the share of edges hidden besides the batch's own and must lie in [0, 1).")
@@ -48,6 +50,7 @@ class BatchSource(Dataset[SampledBatch]):
             raise ValueError(f"rank {rank} does not exist in a world of {world}")
         self.schedule = SeedSchedule(indptr, indices, batch_edges, seed, upper_ptr)
         self.sampler = NeighbourSampler(indptr, indices, fanouts, seed=seed, backend=backend, rescale=rescale)
+        self.features = features
         self.seed = seed
         self.hide_rate = hide_rate
         self.begin, self.end = rank_slice(batch_edges, rank, world)
@@ -84,6 +87,7 @@ class BatchSource(Dataset[SampledBatch]):
             neg_weight=torch.from_numpy(neg.weight.copy()),
             global_pos=whole.total,
             global_neg=global_neg,
+            x=None if self.features is None else torch.from_numpy(self.features[sub.node_gid]),
         )
 
 

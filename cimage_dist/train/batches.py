@@ -117,7 +117,7 @@ class SampledBatches:
     """
 
     def __init__(self, features: np.ndarray, topology: Topology, cfg: Config, comm: Comm, device: torch.device) -> None:
-        self.features, self.cfg, self.device = features, cfg, device
+        self.cfg, self.device = cfg, device
         sampler = cfg.sampler
         self.source = BatchSource(
             topology.indptr.numpy(),
@@ -130,14 +130,15 @@ class SampledBatches:
             hide_rate=sampler.hide_rate,
             rescale=sampler.rescale,
             backend=sampler.backend,
+            features=features,
         )
         self.steps_per_epoch = self.source.schedule.steps_per_epoch
 
     def convert(self, batch: SampledBatch) -> StepBatch:
-        x = torch.from_numpy(self.features[batch.node_gid.numpy()]).to(self.device, torch.get_default_dtype())
-        batch = batch.to(self.device)
+        batch = batch.to(self.device, non_blocking=True)
+        assert batch.x is not None
         return StepBatch(
-            x=x,
+            x=batch.x.to(torch.get_default_dtype()),
             edges=replace(batch.edges, degree=batch.degree),
             pairs=torch.cat([batch.pos, batch.neg]),
             num_pos=batch.pos.shape[0],

@@ -42,6 +42,17 @@ def test_worker_processes_do_not_change_the_batches() -> None:
     assert len(BatchLoader(source, 0, 9)) == 9
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_features_are_read_with_the_batch(workers: int) -> None:
+    """In the type they are stored in."""
+    rows = np.arange(3 * make_source().schedule.num_nodes, dtype=np.float16).reshape(-1, 3)
+    batches = list(BatchLoader(make_source(features=rows), 0, 4, workers=workers))
+    assert make_source()[0].x is None
+    for batch in batches:
+        assert batch.x is not None and batch.x.dtype == torch.float16
+        assert torch.equal(batch.x, torch.from_numpy(rows[batch.node_gid.numpy()]))
+
+
 def test_starting_in_the_middle_gives_the_same_batches() -> None:
     whole = list(BatchLoader(make_source(), 0, 60))
     assert_same(whole[37:], list(BatchLoader(make_source(), 37, 60)))
