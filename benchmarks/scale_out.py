@@ -2,8 +2,8 @@
 
     python benchmarks/scale_out.py [--nodes 1000000 10000000] [--workers 1 2]
 
-Each case trains a few dozen steps in single-thread processes that share the memory-mapped store, and reports time per step and memory
-that belongs to a worker alone (USS), beside what it shares with others (mapped pages of the store).
+Each case trains a few dozen steps in single-thread processes that share the memory-mapped store, and reports time per step and memory: what
+a worker has for itself (anonymous pages) and, beside it, what is resident with the mapped pages of the store, which all workers share.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hardware import facts, headline
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, load_config
+from cimage_dist.environment import keep_freed_memory
 from cimage_dist.graph.ingest import ingest, open_graph
 from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import random_scores
@@ -40,6 +41,7 @@ def config(nodes: int, batch: int, store: str) -> Config:
 
 def _worker(rank: int, world: int, port: int, cfg: Config, steps: int, out: str) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the real worker does
     if world > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     comm = Comm.from_environment()
@@ -53,8 +55,9 @@ def _worker(rank: int, world: int, port: int, cfg: Config, steps: int, out: str)
         comm.barrier()
         if step >= steps // 4:
             times.append(time.perf_counter() - began)
-    memory = psutil.Process().memory_full_info()
-    Path(f"{out}-{rank}").write_text(json.dumps({"step_s": statistics.median(times), "private_gb": memory.uss / 1e9, "resident_gb": memory.rss / 1e9}))
+    memory = psutil.Process().memory_info()
+    private = memory.rss - memory.shared  # Linux counts file-backed pages as shared, whoever has them mapped
+    Path(f"{out}-{rank}").write_text(json.dumps({"step_s": statistics.median(times), "private_gb": private / 1e9, "resident_gb": memory.rss / 1e9}))
 
 
 def measure(nodes: int, world: int, batch: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -85,8 +88,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--batch", type=int, default=512, help="seed edges of a worker")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=128, help="seed edges of a worker")
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     print(headline(1))

@@ -1,9 +1,11 @@
-"""Weak and strong scaling of sampled training from one to two single-thread Ray workers, and what Ray itself costs.
+"""Weak and strong scaling of sampled training from one to two single-thread workers, with Ray and without, and what Ray itself costs.
 
     python benchmarks/scaling.py [--json FILE]
 
-Every run is the real command, `cimage pretrain`, on a generated graph with the whole objective. Rates are medians over the records of
-metrics.jsonl after the first; the machine should be otherwise idle.
+The runs with Ray are the real command, `cimage pretrain`, on a generated graph with the whole objective; rates are medians over the
+records of metrics.jsonl after the first. The rows "loop" are the same training steps in processes linked by gloo alone. Ray keeps about ten
+idle processes that wake up a hundred times a second each; where the workers fill all cores these take time from them, and the difference
+between the rows shows how much. The machine should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from hardware import facts, headline
+from scale_out import measure
 
-GRAPH = ["data.name=sbm", "data.sbm.num_nodes=20000", "data.sbm.avg_degree=20"]
+NODES, DEGREE = 20_000, 20
+GRAPH = ["data.name=sbm", f"data.sbm.num_nodes={NODES}", f"data.sbm.avg_degree={DEGREE}"]
 MODEL = ["model.num_factors=8", "model.factor_dim=16", "model.num_layers=2", "loss.factor_weight=0.5", "loss.cluster_weight=0.1", "cluster.init=propagated"]
 TRAINING = ["sampler.fanouts=[10,10,5]", "ci.every_steps=40", "run.log_every=5", "run.tensorboard=false", "resources.threads=1"]
 
 
 def run(folder: Path, name: str, workers: int, batch: int, steps: int) -> dict[str, Any]:
     """Rates and shares of one run; `workers` 0 stands for --on local."""
-    edges = 200_000
-    epochs = max(1, round(steps * batch / edges))
+    epochs = max(1, round(steps * batch / (NODES * DEGREE / 2)))
     where = ["--on", "ray", f"resources.num_workers={workers}"] if workers else []
     settings = [
         *GRAPH,
@@ -61,6 +64,12 @@ def run(folder: Path, name: str, workers: int, batch: int, steps: int) -> dict[s
         "memory_gb": train[-1]["memory_gb"],
         "whole_command_s": round(time.perf_counter() - began, 1),
     }
+
+
+def loop(folder: Path, world: int, batch: int, steps: int) -> float:
+    """Edges per second of the training loop without Ray."""
+    found = measure(NODES, world, batch, steps, folder)
+    return world * batch / found["step_s"]
 
 
 def _reduce(rank: int, port: int, sizes: list[int], out: str) -> None:
@@ -94,7 +103,7 @@ def reduction(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=1024, help="seed edges of a worker")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100, help="about; whole epochs are trained")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     args = parser.parse_args()
     print(headline(1))
@@ -103,21 +112,25 @@ def main() -> None:
         (folder / "ray").mkdir()
         cases = {"local": (0, b), "ray 1": (1, b), "ray 2, weak": (2, 2 * b), "ray 2, strong": (2, b)}
         found = {case: run(folder, case.replace(" ", "-").replace(",", ""), *size, args.steps) for case, size in cases.items()}
+        alone = {world: loop(folder, world, b, min(args.steps, 40)) for world in (1, 2)}
         link = reduction(folder)
     rate = {case: r["edges_per_s"] for case, r in found.items()}
     ratios = {
         "one Ray worker / --on local": rate["ray 1"] / rate["local"],
         "weak scaling efficiency, 1 to 2 workers": rate["ray 2, weak"] / (2 * rate["ray 1"]),
         "strong scaling efficiency, 1 to 2 workers": rate["ray 2, strong"] / (2 * rate["ray 1"]),
+        "weak scaling efficiency of the loop without Ray": alone[2] / (2 * alone[1]),
     }
     for case, r in found.items():
         parts = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in r["seconds_per_step"].items())
         print(f"{case:15s} batch {r['batch_edges']:5d}  {r['edges_per_s']:9.0f} edges/s  {parts}; refresh {r['refresh_s']:.2f} s; {r['memory_gb']:.2f} GB")
+    for world, edges in alone.items():
+        print(f"loop, {world} rank(s), without Ray: {edges:.0f} edges/s")
     for name, value in ratios.items():
         print(f"{name}: {value:.3f}")
     print(f"all-reduce between two processes: {1e6 * link['alpha_s']:.0f} us + {1e9 * link['beta_s_per_byte']:.3f} ns per byte")
     if args.json:
-        args.json.write_text(json.dumps({"machine": facts(1), "runs": found, "ratios": ratios, "all_reduce": link}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"machine": facts(1), "runs": found, "loop_edges_per_s": alone, "ratios": ratios, "all_reduce": link}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from cimage_dist import checkpoint, keyed
 from cimage_dist.comm import Comm
@@ -37,6 +38,8 @@ from cimage_dist.types import CIScores, Topology
 Validator = Callable[[CimageModel], dict[str, float]]
 
 _LABELS = "pseudo-labels"
+# The option has another name since torch 2.13.
+_UNSHARED_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if TorchVersion(torch.__version__) >= (2, 13) else "broadcast_buffers": False}
 SHOWN = ("loss", "structure", "factor", "cluster")
 
 
@@ -68,7 +71,7 @@ class Trainer:
             if cfg.sampler.fanouts and isinstance(norm, BatchNorm):
                 norm.reduce = comm.grad_sum
             # Buffers are shared after each step (below), so that embeddings between two steps agree too; most are constant anyway.
-            self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, broadcast_buffers=False)
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, **_UNSHARED_BUFFERS)
         optim = cfg.optim
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
