@@ -232,6 +232,10 @@ class RunDir:
         return self.root / "report.md"
 
     @property
+    def page(self) -> Path:
+        return self.root / "report.html"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -14,7 +14,7 @@ VERBS = {
     "pretrain": "train; the same command again resumes, a finished run is left alone",
     "embed": "write the embeddings of a trained run",
     "evaluate": "score a run's embeddings (or --embedding FILE) with controls beside them",
-    "report": "write and print a readable summary of a run",
+    "report": "write a run's page, report.html, with charts; and print a summary",
     "show": "print the resolved config, its fingerprint and what exists on disk",
     "doctor": "tell which devices, backends and versions are present and what is missing",
 }
@@ -30,6 +30,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--parquet", action="store_true", help="also write a parquet file for every part")
     if name == "evaluate":
         parser.add_argument("--embedding", metavar="FILE", type=Path, help="score this .npy matrix instead of the run's embeddings")
+    if name == "report":
+        parser.add_argument("--points", metavar="N", type=int, default=2_000, help="dots on the map of the embedding (default 2000)")
+        parser.add_argument("--figures", metavar="FOLDER", type=Path, help="also write every chart there as SVG and PNG")
     if name == "show":
         parser.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
         parser.add_argument("--plan", action="store_true", help="check the run and tell its steps, memory and communication per worker; starts nothing")
@@ -105,19 +108,46 @@ def do_evaluate(args: argparse.Namespace) -> Any:
     result = evaluate_run(config_of(args), args.embedding, note=progress_of(args).note)
     if not args.json:
         print_scores(result)
+        if args.embedding is None:
+            print(f"next: {command_of(args, 'report')}")
     return result
 
 
 def do_report(args: argparse.Namespace) -> Any:
     from cimage_dist.artifacts import RunDir
     from cimage_dist.config import run_dir
+    from cimage_dist.errors import UserError
     from cimage_dist.eval.report import write_report
+    from cimage_dist.report.figures import write_figures
+    from cimage_dist.report.run import write_run_page
 
-    path = write_report(RunDir(run_dir(config_of(args))))
+    if args.points < 3:
+        raise UserError(f"--points is {args.points}; a map needs at least 3.")
+    is_folder = len(args.settings) == 1 and Path(args.settings[0]).is_dir()
+    folder = Path(args.settings[0]) if is_folder else Path(run_dir(config_of(args)))
+    if (folder / "trials").is_dir():
+        return _sweep_report(folder, args)
+    text = write_report(RunDir(folder))
+    page, charts = write_run_page(folder, args.points, progress_of(args).note)
+    figures = write_figures(charts, args.figures) if args.figures else []
     if not args.json:
-        print(path.read_text())
-        print(f"written to {path}")
-    return {"report": str(path)}
+        print(text.read_text())
+        print(f"written to {text}\npage with charts, for a browser: {page}")
+        if figures:
+            print(f"{len(figures)} figures in {args.figures}")
+    return {"report": str(text), "page": str(page), "figures": [str(path) for path in figures]}
+
+
+def _sweep_report(folder: Path, args: argparse.Namespace) -> Any:
+    """A sweep writes its page itself as trials end."""
+    from cimage_dist.errors import UserError
+
+    page = folder / "index.html"
+    if not page.is_file():
+        raise UserError(f"The sweep in {folder} has no page yet: no trial has ended. Run `cimage sweep` with the same files.")
+    if not args.json:
+        print(f"the sweep's page, for a browser: {page}")
+    return {"page": str(page)}
 
 
 def do_show(args: argparse.Namespace) -> Any:

@@ -117,14 +117,21 @@ def write_report(run: RunDir) -> Path:
     if scores:
         best = max(scores, key=lambda r: r["score"])
         lines += ["", f"Validation: best {best['score']:.2f} at step {best['step']}, last {scores[-1]['score']:.2f}."]
-    lines += ["", "## Settings that differ from the defaults", "", *_markdown_table(["key", "value", "default"], _changed(cfg)), ""]
+    lines += [
+        "",
+        "## Settings that differ from the defaults",
+        "",
+        *_markdown_table(["key", "value", "default"], [[f"`{key}`", *rest] for key, *rest in changed_settings(cfg)]),
+        "",
+    ]
     versions = ", ".join(f"{name} {version}" for name, version in env["packages"].items() if version)
     lines += ["## Environment", "", f"Python {env['python']}, {env['platform']}, {env['cpu_count']} CPUs; {versions}.", ""]
     artifacts.write_text(run.report, "\n".join(lines))
     return run.report
 
 
-def _changed(cfg: Config) -> list[list[str]]:
+def changed_settings(cfg: Config) -> list[list[str]]:
+    """[key, value, default] of every setting that is not the default."""
     defaults = Config()
     rows = []
     for key, _, _ in known_keys():
@@ -132,5 +139,5 @@ def _changed(cfg: Config) -> list[list[str]]:
         for part in key.split("."):
             now, usual = getattr(now, part), getattr(usual, part)
         if now != usual:
-            rows.append([f"`{key}`", str(now), str(usual)])
+            rows.append([key, str(now), str(usual)])
     return rows

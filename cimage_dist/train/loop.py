@@ -39,7 +39,7 @@ Validator = Callable[[CimageModel], dict[str, float]]
 
 _LABELS = "pseudo-labels"
 # The option has another name since torch 2.13.
-_UNSHARED_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if TorchVersion(torch.__version__) >= (2, 13) else "broadcast_buffers": False}
+_UNSHARED_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if TorchVersion(torch.__version__) >= "2.13" else "broadcast_buffers": False}
 SHOWN = ("loss", "structure", "factor", "cluster")
 
 
