@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hardware import facts
-from seeds import commit, spread
+
+from cimage_dist.bench.cell import code_commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "clusters"
@@ -24,9 +26,13 @@ COLUMNS = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "f1": "F1", "modularity": "
 
 def run(name: str, arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "cimage_dist.cli", "cluster", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True)
-    body = {"command": f"cimage cluster {' '.join(arguments)}", "commit": commit(), "machine": facts(1)} | json.loads(done.stdout)
+    body = {"command": f"cimage cluster {' '.join(arguments)}", "commit": code_commit(), "machine": facts(1)} | json.loads(done.stdout)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+def spread(values: list[float]) -> str:
+    return f"{np.mean(values):.2f} ± {np.std(values):.2f}"
 
 
 def rows(body: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cimage_dist import __version__
-from cimage_dist.commands import cluster, jobs, k8s, runs, sweep
+from cimage_dist.commands import bench, cluster, jobs, k8s, runs, sweep
 from cimage_dist.commands.common import command_of
 from cimage_dist.errors import Interrupted, UserError
 
@@ -34,7 +34,7 @@ Later arguments win: defaults, then each yaml in order, then key=value. Exit cod
 """
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and do_<name>(args).
-FAMILIES = (runs, cluster, sweep, jobs, k8s)
+FAMILIES = (runs, cluster, sweep, bench, jobs, k8s)
 
 
 # What the owner of a disk can mend: full, over quota, forbidden, read-only.

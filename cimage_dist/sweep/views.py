@@ -10,8 +10,8 @@ from cimage_dist.graph.store import Graph
 from cimage_dist.nn.inference import embed_graph
 
 
-def view_scores(cfg: Config, graph: Graph) -> dict[str, float] | None:
-    """Validation accuracy of a linear probe on F1, on F2 and on both, in percent, with the number of factors in F1.
+def view_scores(cfg: Config, graph: Graph, read_test: bool = False) -> dict[str, float] | None:
+    """Validation accuracy of a linear probe on F1, on F2 and on both, in percent, with the number of factors in F1; test accuracy with `read_test`.
 
     None where there is nothing to compare: no labels to validate on, or no partition (loss.factor_weight=0, or all factors on one side).
     """
@@ -27,8 +27,9 @@ def view_scores(cfg: Config, graph: Graph) -> dict[str, float] | None:
     z = embed_graph(model.encoder, graph.features(), topology).view(graph.num_nodes, cfg.model.num_factors, -1)
     found: dict[str, float] = {"f1_factors": float(chosen.sum())}
     for name, part in (("f1", z[:, chosen]), ("f2", z[:, ~chosen]), ("both", z)):
-        result = linear_probe(part.flatten(1), labels, split, cfg.eval, cfg.run.seed, graph.num_classes, read_test=False)
-        if result.val is None:
+        result = linear_probe(part.flatten(1), labels, split, cfg.eval, cfg.run.seed, graph.num_classes, read_test=read_test)
+        score = result.test if read_test else result.val
+        if score is None:
             return None
-        found[name] = result.val
+        found[name] = score
     return found

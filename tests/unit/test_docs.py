@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from cimage_dist.bench.render import BEGIN, END, document, outdated
+from cimage_dist.bench.spec import load_tables
 from cimage_dist.cli import FAMILIES, parse
 from cimage_dist.commands.common import split_settings
 from cimage_dist.commands.jobs import job_line
@@ -68,16 +68,17 @@ def test_the_readme_sample_runs(monkeypatch, tmp_path, capsys):
     assert "'node'" in capsys.readouterr().out
 
 
-def seeds_script() -> Any:
-    spec = importlib.util.spec_from_file_location("seeds", ROOT / "benchmarks" / "seeds.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_results_document_matches_the_result_files(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tables, results = load_tables(Path("configs/bench")), Path("benchmarks/results")
+    shown = (ROOT / "docs" / "RESULTS.md").read_text().split(BEGIN)[1].split(END)[0].strip()
+    assert shown == document(tables, results), "run: cimage bench --render"
 
 
-def test_results_document_matches_the_result_files():
-    script = seeds_script()
-    text = script.DOCUMENT.read_text()
-    shown = text.split(script.BEGIN)[1].split(script.END)[0].strip()
-    assert shown == script.tables().strip(), "run: python benchmarks/seeds.py render"
+def test_results_were_made_with_the_configs_that_are_shipped(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    results = Path("benchmarks/results")
+    cells = [cell for table in load_tables(Path("configs/bench")) for cell in table.cells()]
+    assert [cell.folder for cell in cells if outdated(cell, results)] == []
+    used = {cell.path(results) for cell in cells}
+    assert set(results.glob("*/*/*/seed-*.json")) <= used, "a result that no table shows"

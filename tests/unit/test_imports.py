@@ -40,10 +40,12 @@ ALLOWED = {
     "overview": BASE | {"artifacts", "environment", "checkpoint", "graph"},
     "sweep": BASE | {"artifacts", "stats", "nn", "graph", "checkpoint", "train", "eval", "stages", "evaluation"},
 }
+ALLOWED["report"] = ALLOWED["evaluation"] | {"rows", "evaluation"}
+ALLOWED["bench"] = ALLOWED["report"] | {"sweep"}
 EVERYTHING = set(ALLOWED) | {"runtime"}
 ALLOWED |= {"runtime": EVERYTHING, "commands": EVERYTHING, "cli": EVERYTHING | {"commands"}}
 # third-party package -> layers that may name it
-CONFINED = {"ray": {"runtime"}, "omegaconf": {"config"}, "torch_geometric": {"graph", "nn"}}
+CONFINED = {"ray": {"runtime"}, "omegaconf": {"config"}, "torch_geometric": {"bench", "graph", "nn"}}
 
 
 def imports_of(path: Path) -> set[str]:

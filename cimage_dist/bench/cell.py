@@ -1,0 +1,116 @@
+"""Make one cell: train, evaluate, keep what tables show in a small JSON file."""
+
+from __future__ import annotations
+
+import math
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cimage_dist import artifacts, environment, keyed, stages
+from cimage_dist.bench.low_labels import low_label_scores
+from cimage_dist.bench.spec import Cell
+from cimage_dist.config import Config, fingerprint
+from cimage_dist.errors import UserError
+from cimage_dist.evaluation import evaluate_run
+from cimage_dist.graph.ingest import open_graph
+from cimage_dist.graph.store import Graph
+from cimage_dist.sweep.views import view_scores
+from cimage_dist.train.progress import Progress
+
+_KEPT = ("node", "cluster", "link", "graph", "fingerprint", "seed", "step", "edges")
+
+
+def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress) -> dict[str, Any]:
+    """Train and score, unless the result is there; a run directory that is there is gone on with."""
+    target = cell.path(results)
+    if target.is_file():
+        return read_result(target)
+    cfg = cell.load(f"run.dir={runs / cell.folder.partition('~')[0] / f'seed-{cell.seed}'}", "run.tensorboard=false")
+    graph = open_graph(cfg.data)
+    if cell.degrade:
+        cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npy", cell)
+    began = time.perf_counter()
+    summary = stages.pretrain(cfg, progress, graph)
+    seconds = time.perf_counter() - began
+    found = evaluate_run(cfg, graph=graph)
+    result = {name: found.get(name) for name in _KEPT}
+    result["controls"] = {name: {part: scores.get(part) for part in ("node", "cluster", "link")} for name, scores in found.get("controls", {}).items()}
+    if cell.extra == "views":
+        result["views"] = view_scores(cfg, graph, read_test=True)
+    if cell.extra == "low_labels":
+        result["low_labels"] = low_label_scores(cfg, graph)
+    facts = environment.describe()
+    result |= {
+        "command": cell.command(),
+        "config": cell.config,
+        "overrides": list(cell.overrides),
+        "config_fingerprint": fingerprint(cell.load()),
+        "steps": summary["steps"],
+        "seconds": round(seconds, 1),
+        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "commit": code_commit(),
+        "environment": {name: facts[name] for name in ("python", "platform", "cpu_count", "torch_threads", "packages")},
+    }
+    artifacts.write_json(target, result)
+    return result
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = artifacts.read_json(path, "a result")
+    return found
+
+
+def code_commit() -> str | None:
+    """The commit of the code, marked when the tree had changes; None outside a repository."""
+    folder = Path(__file__).parent
+    found = subprocess.run(["git", "-C", str(folder), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+def degraded_labels(y: Tensor, accuracy: float, seed: int) -> Tensor:
+    """Classes of which a keyed share is replaced by another class, so that `accuracy` percent are right; int64 [N], -1 stays unknown."""
+    if not 0 < accuracy <= 100:
+        raise UserError(f"An accuracy of pseudo-labels lies in (0, 100]; got {accuracy}.")
+    known = (y >= 0).nonzero().squeeze(1)
+    num_classes = int(y.max()) + 1
+    wrong = known[torch.argsort(keyed.bits(keyed.stream(seed, "initial-labels", 7), known))[: math.floor(known.numel() * (1 - accuracy / 100) + 0.5)]]
+    shift = 1 + (keyed.uniform(keyed.stream(seed, "initial-labels", 8), wrong) * (num_classes - 1)).long().clamp(max=num_classes - 2)
+    out = y.clone()
+    out[wrong] = (y[wrong] + shift) % num_classes
+    return out
+
+
+def with_degraded_labels(cfg: Config, graph: Graph, accuracy: float, path: Path, cell: Cell) -> Config:
+    """The config with a file of degraded classes as its initial labels. This tells how much label quality matters; it is no method."""
+    import numpy as np
+
+    y = graph.labels()
+    if y is None:
+        raise UserError(f"Graph {graph.name!r} has no classes to make pseudo-labels from.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, degraded_labels(y, accuracy, cell.seed).numpy(), allow_pickle=False)
+    return cell.load(f"run.dir={cfg.run.dir}", "run.tensorboard=false", "cluster.init=file", f"cluster.labels_path={path}")
+
+
+def cell_command(cell: Cell, results: Path, runs: Path) -> list[str]:
+    """The command by which another process makes this cell."""
+    flags = [
+        f"--results={results}",
+        f"--runs={runs}",
+        f"--seed={cell.seed}",
+        *([f"--extra={cell.extra}"] if cell.extra else []),
+        *(["--degrade"] if cell.degrade else []),
+    ]
+    return [sys.executable, "-m", "cimage_dist.bench.work", cell.config, cell.dataset, *flags, *(f"--set={text}" for text in cell.overrides)]
+
+
+def shown(cell: Cell) -> str:
+    return shlex.join([cell.folder, f"seed {cell.seed}"])

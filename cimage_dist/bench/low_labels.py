@@ -1,0 +1,68 @@
+"""Few labelled nodes: the linear probe on our embedding beside a graph convolutional network trained on the same labels (paper, figure on low labels)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cimage_dist import keyed, stages
+from cimage_dist.artifacts import RunDir
+from cimage_dist.config import Config, run_dir
+from cimage_dist.errors import UserError
+from cimage_dist.eval.probe import linear_probe
+from cimage_dist.graph.store import Graph
+from cimage_dist.types import NodeSplit, Topology
+
+RATIOS = (0.01, 0.02, 0.05, 0.10)
+_VAL_RATIO = 0.002  # of the nodes, as in the paper
+_EPOCHS, _HIDDEN, _LR, _DECAY, _DROPOUT = 200, 16, 0.01, 5e-4, 0.5
+
+
+def ratio_split(y: Tensor, ratio: float, seed: int) -> NodeSplit:
+    """`ratio` of the labelled nodes for training, 0.2 % (at least one a class) for validation, the rest for test, by a keyed draw."""
+    known = (y >= 0).nonzero().squeeze(1)
+    order = known[torch.argsort(keyed.bits(keyed.stream(seed, "split", 1_000_000 + round(1000 * ratio)), known))]
+    train, val = max(1, round(ratio * known.numel())), max(int(y.max()) + 1, round(_VAL_RATIO * known.numel()))
+    masks = [torch.zeros(y.numel(), dtype=torch.bool) for _ in range(3)]
+    for mask, part in zip(masks, (order[:train], order[train : train + val], order[train + val :]), strict=True):
+        mask[part] = True
+    return NodeSplit(*masks)
+
+
+def gcn_accuracy(x: Tensor, y: Tensor, topology: Topology, split: NodeSplit, seed: int) -> float:
+    """Test accuracy, in percent, of a two-layer GCN at its best validation epoch; the usual settings of the method's authors."""
+    from torch_geometric.nn import GCNConv
+
+    edges = torch.stack([topology.indices.to(torch.int64), topology.rows()])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keyed.derive(seed, keyed.STREAM["probe"]) & (2**62 - 1))
+        first, second = GCNConv(x.shape[1], _HIDDEN, cached=True), GCNConv(_HIDDEN, int(y.max()) + 1, cached=True)
+        groups = [{"params": first.parameters(), "weight_decay": _DECAY}, {"params": second.parameters(), "weight_decay": 0.0}]
+        optimizer = torch.optim.Adam(groups, lr=_LR)
+        best, test = -1.0, 0.0
+        for _ in range(_EPOCHS):
+            optimizer.zero_grad()
+            hidden = F.dropout(F.relu(first(F.dropout(x, _DROPOUT), edges)), _DROPOUT)
+            F.cross_entropy(second(hidden, edges)[split.train], y[split.train]).backward()
+            optimizer.step()
+            with torch.no_grad():
+                hits = second(F.relu(first(x, edges)), edges).argmax(1) == y
+            val = float(hits[split.val].double().mean())
+            if val > best:
+                best, test = val, 100 * float(hits[split.test].double().mean())
+    return test
+
+
+def low_label_scores(cfg: Config, graph: Graph) -> dict[str, dict[str, float | None]]:
+    """{"1": {"ours", "gcn"}, ...}: test accuracies by percent of labelled nodes, both on the same split of this seed."""
+    y = graph.labels()
+    if y is None:
+        raise UserError(f"Graph {graph.name!r} has no labels.")
+    z, x, topology = stages.load_embeddings(RunDir(run_dir(cfg))), graph.features(), graph.topology()
+    found: dict[str, dict[str, float | None]] = {}
+    for ratio in RATIOS:
+        split = ratio_split(y, ratio, cfg.run.seed)
+        ours = linear_probe(z, y, split, cfg.eval, cfg.run.seed, num_classes=graph.num_classes).test
+        found[f"{100 * ratio:g}"] = {"ours": ours, "gcn": gcn_accuracy(x, y, topology, split, cfg.run.seed)}
+    return found

@@ -1,0 +1,157 @@
+"""Tables in Markdown from the result files, with published numbers beside ours and paired comparisons over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cimage_dist import artifacts
+from cimage_dist.bench.cell import read_result
+from cimage_dist.bench.low_labels import RATIOS
+from cimage_dist.bench.spec import Cell, Table
+from cimage_dist.config import fingerprint
+
+BEGIN, END = "<!-- bench: begin (cimage bench --render) -->", "<!-- bench: end -->"
+CONTROLS = {"raw": "raw features", "smoothed": "smoothed features", "untrained": "untrained encoder"}
+
+
+def value_at(result: dict[str, Any], path: str) -> float | None:
+    """`node.test` of a result, None where it is absent."""
+    found: Any = result
+    for part in path.split("."):
+        found = (found or {}).get(part)
+    return found
+
+
+def results_of(table: Table, results: Path, dataset: str, row: str) -> list[dict[str, Any]]:
+    cells = [cell for cell in table.cells() if cell.dataset == dataset and cell.overrides == table.rows[row]]
+    return [read_result(cell.path(results)) for cell in cells if cell.path(results).is_file()]
+
+
+def spread(values: Sequence[float | None]) -> str:
+    """Mean ± standard deviation over seeds (population), with the number of seeds."""
+    known = [v for v in values if v is not None]
+    return f"{np.mean(known):.2f} ± {np.std(known):.2f} ({len(known)})" if known else "-"
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Difference of two rows over the seeds both have: mean, standard error, two-sided p of the paired t-test (None below 3 seeds)."""
+
+    seeds: int
+    mean: float
+    error: float
+    p: float | None
+
+
+def paired(ours: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], path: str) -> Paired | None:
+    from scipy.stats import ttest_rel
+
+    left, right = ({r["seed"]: value_at(r, path) for r in rows} for rows in (ours, other))
+    both = sorted(s for s in left.keys() & right.keys() if left[s] is not None and right[s] is not None)
+    if len(both) < 2:
+        return None
+    a, b = np.array([left[s] for s in both], dtype=float), np.array([right[s] for s in both], dtype=float)
+    gap = a - b
+    error = float(gap.std(ddof=1) / np.sqrt(len(gap)))
+    p = float(ttest_rel(a, b).pvalue) if len(both) > 2 and error > 0 else None
+    return Paired(len(both), float(gap.mean()), error, p)
+
+
+def render_table(table: Table, results: Path) -> list[str]:
+    datasets = list(table.seeds)
+    lines = [f"### {table.title}", "", f"`cimage bench {table.name}`. {table.note}".rstrip(), ""]
+    if table.extra == "low_labels":
+        return [*lines, *_low_labels(table, results), *_origin(table, results), ""]
+    heads = [f"{dataset} {label}".strip() for dataset in datasets for label in table.scores.values()]
+    lines += [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+    for row in table.rows:
+        lines.append(f"| **{row}** | {' | '.join(_cells(table, results, row, datasets))} |")
+        if row in table.published:
+            lines.append(f"| {row}, published | {' | '.join(_published(table, row, datasets))} |")
+    if table.controls:
+        first = next(iter(table.rows))
+        for control, name in CONTROLS.items():
+            cells = [
+                spread([value_at(r, f"controls.{control}.{path}") for r in results_of(table, results, d, first)]) for d in datasets for path in table.scores
+            ]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, "", *_comparisons(table, results), *_origin(table, results), ""]
+
+
+def _cells(table: Table, results: Path, row: str, datasets: Sequence[str]) -> list[str]:
+    return [spread([value_at(r, path) for r in results_of(table, results, dataset, row)]) for dataset in datasets for path in table.scores]
+
+
+def _published(table: Table, row: str, datasets: Sequence[str]) -> list[str]:
+    cells = []
+    for dataset in datasets:
+        value = table.published[row].get(dataset)
+        values = value if isinstance(value, list) else [value] * (1 if value is None else len(table.scores))
+        values = (values + [None] * len(table.scores))[: len(table.scores)]
+        cells += ["-" if v is None else f"{v:.2f}" for v in values]
+    return cells
+
+
+def _comparisons(table: Table, results: Path) -> list[str]:
+    if table.against is None:
+        return []
+    first = next(iter(table.scores))
+    lines = []
+    for row in table.rows:
+        if row == table.against:
+            continue
+        parts = []
+        for dataset in table.seeds:
+            found = paired(results_of(table, results, dataset, table.against), results_of(table, results, dataset, row), first)
+            if found is not None:
+                p = "" if found.p is None else f", p = {found.p:.3f}"
+                parts.append(f"{dataset} {found.mean:+.2f} ± {found.error:.2f} ({found.seeds} seeds{p})")
+        if parts:
+            lines.append(f"- {table.against} minus {row}, seed by seed: {'; '.join(parts)}.")
+    return (
+        [*lines, "", "± is the standard error there, p the two-sided paired t-test; neither is corrected for the number of comparisons.", ""] if lines else []
+    )
+
+
+def _low_labels(table: Table, results: Path) -> list[str]:
+    percents = [f"{100 * ratio:g}" for ratio in RATIOS]
+    lines = [f"| labelled nodes | {' | '.join(f'{p} %' for p in percents)} |", "|---|" + "---|" * len(percents)]
+    for dataset in table.seeds:
+        found = results_of(table, results, dataset, next(iter(table.rows)))
+        for key, name in (("ours", "CIMAGE, linear probe"), ("gcn", "GCN, supervised")):
+            lines.append(f"| {dataset}, {name} | {' | '.join(spread([value_at(r, f'low_labels.{p}.{key}') for r in found]) for p in percents)} |")
+    return [*lines, ""]
+
+
+def _origin(table: Table, results: Path) -> list[str]:
+    """Where the numbers come from, and what is still missing."""
+    cells = table.cells()
+    there = [cell for cell in cells if cell.path(results).is_file()]
+    commits = sorted({str(read_result(cell.path(results))["commit"]) for cell in there})
+    missing = f"; {len(cells) - len(there)} of {len(cells)} runs are still to be made" if len(there) < len(cells) else ""
+    return [f"In brackets the number of seeds. Files: `benchmarks/results/{Path(table.config).parent.name}/`; commits {', '.join(commits) or 'none'}{missing}."]
+
+
+def outdated(cell: Cell, results: Path) -> bool:
+    """Whether a result was made with another config than the one shipped now."""
+    path = cell.path(results)
+    return path.is_file() and read_result(path)["config_fingerprint"] != fingerprint(cell.load())
+
+
+def document(tables: Sequence[Table], results: Path) -> str:
+    begun = [table for table in tables if any(cell.path(results).is_file() for cell in table.cells())]
+    rest = [f"`{table.name}` ({table.title.lower()})" for table in tables if table not in begun]
+    lines = [line for table in begun for line in render_table(table, results)]
+    return "\n".join([*lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]).strip()
+
+
+def render_document(path: Path, tables: Sequence[Table], results: Path) -> None:
+    """Replace the generated part."""
+    head, rest = path.read_text().split(BEGIN)
+    _, tail = rest.split(END)
+    artifacts.write_text(path, f"{head}{BEGIN}\n\n{document(tables, results)}\n\n{END}{tail}")

@@ -1,0 +1,46 @@
+"""Make the missing cells of tables, several at a time, on this machine or on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from cimage_dist.bench.cell import cell_command, shown
+from cimage_dist.bench.spec import Cell, Table
+
+# What makes one cell: (its command) -> (exit code, what it printed).
+Execute = Callable[[list[str]], tuple[int, str]]
+
+
+def missing(tables: Sequence[Table], results: Path) -> list[Cell]:
+    """Every run the tables still need, once each, early seeds first."""
+    cells = {cell: None for table in tables for cell in table.cells() if not cell.path(results).is_file()}
+    return sorted(cells, key=lambda cell: cell.seed)
+
+
+def here(command: list[str]) -> tuple[int, str]:
+    """In a process of its own with one thread: side by side they use the cores better than threads inside one run do."""
+    threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=threads | os.environ)
+    return done.returncode, (done.stdout + done.stderr)[-2000:]
+
+
+def make(cells: Sequence[Cell], results: Path, runs: Path, jobs: int, execute: Execute, tick: Callable[[int, int, str], None]) -> list[tuple[Cell, str]]:
+    """Run the cells, `jobs` at a time; those that failed with what they said. A failure does not stop the others."""
+    failed = []
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(execute, cell_command(cell, results, runs)): cell for cell in cells}
+        try:
+            for done, future in enumerate(as_completed(waiting), start=1):
+                cell, (code, said) = waiting[future], future.result()
+                if code:
+                    failed.append((cell, said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"))
+                tick(done, len(cells), shown(cell))
+        except BaseException:
+            for later in waiting:
+                later.cancel()
+            raise
+    return failed

@@ -1,0 +1,147 @@
+"""A table as yaml: which config, which variants of it, on how many seeds, what is shown beside which published numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cimage_dist.config import Config, fingerprint, load_config
+from cimage_dist.errors import UserError
+
+EXTRAS = ("views", "low_labels")
+
+
+@dataclass(frozen=True)
+class Table:
+    """`config` holds `{dataset}`. `rows` maps what the document shows to overrides. `scores` maps a path into a result (node.test) to its heading.
+
+    `published`: {row: {dataset: number or [number for each score]}}. `against`: the row with which the others are compared seed by seed.
+    `degrade`: rows map to the accuracy, in percent, that pseudo-labels made from the classes are given.
+    """
+
+    name: str
+    title: str
+    note: str
+    config: str
+    seeds: dict[str, int]
+    rows: dict[str, tuple[str, ...]]
+    scores: dict[str, str]
+    published: dict[str, dict[str, Any]] = field(default_factory=dict)
+    against: str | None = None
+    controls: bool = False
+    extra: str | None = None
+    degrade: bool = False
+    order: int = 100  # in the document; tables of one number by name
+
+    def cells(self) -> list[Cell]:
+        """All runs of the table, the first seeds of all rows before the second: a table that is cut short is a smaller table."""
+        made = [
+            Cell(self.config.format(dataset=dataset), dataset, overrides, seed, self.extra, self.degrade)
+            for dataset, count in self.seeds.items()
+            for overrides in self.rows.values()
+            for seed in range(count)
+        ]
+        return sorted(made, key=lambda cell: cell.seed)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. Tables that need the same run share its result."""
+
+    config: str
+    dataset: str
+    overrides: tuple[str, ...]
+    seed: int
+    extra: str | None = None
+    degrade: bool = False
+
+    @property
+    def folder(self) -> str:
+        """Relative to the results: task, dataset, what differs from the config. An override that says what the config says anyway is no difference."""
+        real = self.overrides if self.degrade else [text for text in self.overrides if _changes(self.config, text)]
+        changes = "+".join(text.replace("/", "-") for text in sorted(real)) or "as-shipped"
+        return f"{Path(self.config).parent.name}/{self.dataset}/{changes}{f'~{self.extra}' if self.extra else ''}"
+
+    def path(self, results: Path) -> Path:
+        return results / self.folder / f"seed-{self.seed}.json"
+
+    def load(self, *more: str) -> Config:
+        return load_config(self.config, overrides=[*(() if self.degrade else self.overrides), f"run.seed={self.seed}", *more])
+
+    def command(self) -> str:
+        return " ".join(["cimage pretrain", self.config, *self.overrides, f"run.seed={self.seed}"])
+
+
+@functools.cache
+def _changes(config: str, override: str) -> bool:
+    return fingerprint(load_config(config, overrides=[override])) != fingerprint(load_config(config))
+
+
+def load_table(path: Path) -> Table:
+    try:
+        body = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"No table {path}. Those there are: {', '.join(table_names(path.parent)) or 'none'}.") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as yaml: {' '.join(str(error).split())}") from None
+    if not isinstance(body, dict):
+        raise UserError(f"{path} must map keys to values.")
+    known = {item.name for item in dataclasses.fields(Table)} - {"name"} | {"grid"}
+    if unknown := sorted(set(body) - known):
+        raise UserError(f"{path}: unknown key {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
+    if missing := [key for key in ("title", "config", "seeds", "scores") if not body.get(key)]:
+        raise UserError(f"{path}: {missing[0]} is missing.")
+    if ("grid" in body) == ("rows" in body):
+        raise UserError(f"{path}: give either rows, or grid with a sweep file of configs/sweeps/.")
+    rows = _grid_rows(path, body.pop("grid")) if "grid" in body else {str(name): _overrides(path, name, value) for name, value in body.pop("rows").items()}
+    given: dict[str, Any] = {"note": ""} | body
+    table = Table(name=path.stem, rows=rows, **given)
+    _check(path, table)
+    return table
+
+
+def _overrides(path: Path, name: Any, value: Any) -> tuple[str, ...]:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and "=" in text for text in texts):
+        raise UserError(f"{path}: rows.{name} must be a list of key=value; got {value!r}.")
+    return tuple(texts)
+
+
+def _grid_rows(path: Path, grid: Any) -> dict[str, tuple[str, ...]]:
+    """The points of a sweep file of one dimension: the value is the row's name."""
+    try:
+        space: Mapping[str, Sequence[Any]] = yaml.safe_load(Path(grid).read_text())["space"]
+        ((key, values),) = space.items()
+    except (OSError, TypeError, KeyError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: grid must name a sweep file with a space of one key; {grid!r} is not one ({error}).") from None
+    return {str(value): (f"{key}={value}",) for value in values}
+
+
+def _check(path: Path, table: Table) -> None:
+    for name in table.published:
+        if name not in table.rows:
+            raise UserError(f"{path}: published.{name} is no row. Rows: {', '.join(table.rows)}.")
+    if table.against is not None and table.against not in table.rows:
+        raise UserError(f"{path}: against is {table.against!r}, which is no row. Rows: {', '.join(table.rows)}.")
+    if table.extra is not None and table.extra not in EXTRAS:
+        raise UserError(f"{path}: extra is {table.extra!r}; known: {', '.join(EXTRAS)}.")
+    if bad := [f"{name}={count!r}" for name, count in table.seeds.items() if not isinstance(count, int) or count < 1]:
+        raise UserError(f"{path}: seeds.{bad[0]} must be a whole number of at least 1.")
+    for cell in table.cells():
+        if cell.seed == 0:
+            cell.load()
+
+
+def table_names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def load_tables(folder: Path) -> list[Table]:
+    """All tables of a folder in the order of the document."""
+    return sorted((load_table(folder / f"{name}.yaml") for name in table_names(folder)), key=lambda table: (table.order, table.name))

@@ -1,0 +1,34 @@
+"""`python -m cimage_dist.bench.work`: one cell in a process of its own, so that its memory is its own and several run side by side."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cimage_dist.bench.cell import run_cell
+from cimage_dist.bench.spec import Cell
+from cimage_dist.errors import UserError
+from cimage_dist.train.progress import Progress
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("dataset")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--extra")
+    parser.add_argument("--degrade", action="store_true")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    args = parser.parse_args()
+    try:
+        run_cell(Cell(args.config, args.dataset, tuple(args.overrides), args.seed, args.extra, args.degrade), args.results, args.runs, Progress(quiet=True))
+    except UserError as error:
+        print(f"error: {error}", flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,240 @@
+"""Tables from yaml: what is refused, which runs are needed and shared, how results become rows, and a small table end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cimage_dist.bench.cell import degraded_labels
+from cimage_dist.bench.low_labels import gcn_accuracy, low_label_scores, ratio_split
+from cimage_dist.bench.render import document, paired, render_table, spread
+from cimage_dist.bench.run import make, missing
+from cimage_dist.bench.spec import Cell, Table, load_table, load_tables
+from cimage_dist.cli import main
+from cimage_dist.config import load_config
+from cimage_dist.errors import UserError
+from cimage_dist.graph.ingest import open_graph
+from tests.conftest import small_sbm_settings
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["model.num_factors=4", "model.factor_dim=4", "model.num_layers=1", "model.routing_iterations=2", "eval.probe_epochs=20", "train.epochs=4"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a config and a table of two rows and two seeds on it."""
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {}
+    for text in [*small_sbm_settings(store_dir), *MODEL]:
+        key, _, value = text.partition("=")
+        *path, name = key.split(".")
+        section = settings
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = json.loads(value) if value.isdigit() else value
+    for folder in ("configs/node", "configs/bench", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "configs/node/blocks.yaml").write_text(json.dumps(settings))
+    write(tmp_path)
+    (tmp_path / "docs/RESULTS.md").write_text("# Results\n\n<!-- bench: begin (cimage bench --render) -->\n<!-- bench: end -->\nafter\n")
+    return tmp_path
+
+
+def write(project: Path, name: str = "small", **changes: Any) -> Path:
+    body = {
+        "title": "A small table",
+        "config": "configs/node/{dataset}.yaml",
+        "seeds": {"blocks": 2},
+        "rows": {"shipped": [], "with clusters": ["loss.cluster_weight=0.2"]},
+        "scores": {"node.test": "test"},
+        "against": "shipped",
+        "controls": True,
+        "published": {"shipped": {"blocks": 12.34}},
+    }
+    path = project / "configs" / "bench" / f"{name}.yaml"
+    path.write_text(json.dumps({key: value for key, value in (body | changes).items() if value is not None}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"colour": 1}, "unknown key 'colour'"),
+        ({"title": None}, "title is missing"),
+        ({"rows": None}, "give either rows, or grid"),
+        ({"rows": {"shipped": ["loss.cluster_weight"]}}, "rows.shipped must be a list of key=value"),
+        ({"rows": {"shipped": ["loss.cluster_wait=1"]}}, "cluster_wait"),
+        ({"against": "other"}, "against is 'other'"),
+        ({"published": {"other": {"blocks": 1.0}}}, "published.other is no row"),
+        ({"seeds": {"blocks": 0}}, "seeds.blocks=0"),
+        ({"seeds": {"nothing": 1}}, "configs/node/nothing.yaml"),
+        ({"extra": "colours"}, "extra is 'colours'"),
+        ({"rows": None, "grid": "configs/node/blocks.yaml"}, "grid must name a sweep file"),
+    ],
+)
+def test_a_wrong_table_is_refused_before_anything_runs(project, changes, said):
+    with pytest.raises(UserError, match=said.replace(".", r"\.")):
+        load_table(write(project, **changes))
+
+
+def test_shipped_tables_load(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tables = load_tables(Path("configs/bench"))
+    assert [t.name for t in tables][:3] == ["node", "link", "partition"]
+    by_name = {t.name: t for t in tables}
+    assert by_name["k_node"].rows["8"] == ("model.num_factors=8",), "the points of the sweep file"
+    sixteen = next(c for c in by_name["k_node"].cells() if c.dataset == "cora" and c.overrides == ("model.num_factors=16",))
+    assert sixteen.folder == "node/cora/as-shipped", "the same run as in the main table"
+
+
+def test_tables_share_runs_and_early_seeds_come_first(project):
+    first = load_table(write(project))
+    second = load_table(write(project, "other", rows={"again": [], "more": ["loss.cluster_weight=0.3"]}, against=None, published=None))
+    cells = missing([first, second], project / "results")
+    assert len(cells) == 6 and [c.seed for c in cells] == [0, 0, 0, 1, 1, 1]
+
+
+def result(seed: int, test: float, raw: float = 50.0) -> dict[str, Any]:
+    return {"seed": seed, "node": {"val": 1.0, "test": test}, "controls": {"raw": {"node": {"test": raw}}}, "commit": "abc", "config_fingerprint": "x"}
+
+
+def fill(table: Table, folder: Path, row: str, scores: list[float]) -> None:
+    for cell, score in zip([c for c in table.cells() if c.overrides == table.rows[row]], scores, strict=False):
+        path = cell.path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result(cell.seed, score)))
+
+
+def test_a_table_in_markdown(project):
+    table = load_table(write(project, seeds={"blocks": 4}))
+    assert "Not begun: `small`" in document([table], project / "results")
+    fill(table, project / "results", "shipped", [80.0, 82.0, 81.0, 83.0])
+    fill(table, project / "results", "with clusters", [79.0, 80.0, 80.5])
+    text = "\n".join(render_table(table, project / "results"))
+    assert "| **shipped** | 81.50 ± 1.12 (4) |" in text and "| shipped, published | 12.34 |" in text
+    assert "| raw features | 50.00 ± 0.00 (4) |" in text and "| untrained encoder | - |" in text
+    assert "shipped minus with clusters, seed by seed: blocks +1.17 ± 0.44 (3 seeds, p = 0.118)" in text
+    assert "1 of 8 runs are still to be made" in text
+
+
+def test_paired_differences():
+    from scipy.stats import ttest_1samp
+
+    ours, other = [result(s, v) for s, v in enumerate([3.0, 4.0, 6.0, 5.0])], [result(s, v) for s, v in enumerate([1.0, 3.5, 4.0])]
+    found = paired(ours, other, "node.test")
+    assert found is not None and found.seeds == 3 and found.mean == pytest.approx(1.5)
+    assert found.p == pytest.approx(float(ttest_1samp([2.0, 0.5, 2.0], 0).pvalue))
+    assert paired(ours[:1], other[:1], "node.test") is None
+    same = paired(ours[:3], ours[:3], "node.test")
+    assert same is not None and same.mean == 0 and same.p is None
+    assert spread([None]) == "-" and spread([1.0, None, 3.0]) == "2.00 ± 1.00 (2)"
+
+
+def test_a_failing_run_does_not_stop_the_others(project):
+    cells = load_table(write(project)).cells()
+    seen = []
+    bad = next(cell for cell in cells if cell.overrides)
+
+    def execute(command: list[str]) -> tuple[int, str]:
+        is_bad = f"--seed={bad.seed}" in command and command[-1] == f"--set={bad.overrides[-1]}"
+        return (2, "trace\nerror: no such thing\n") if is_bad else (0, "")
+
+    failed = make(cells, project / "results", project / "runs", 2, execute, lambda done, total, what: seen.append((done, total)))
+    assert [(cell, said) for cell, said in failed] == [(bad, "error: no such thing")]
+    assert seen[-1] == (4, 4)
+
+
+@pytest.mark.parametrize("accuracy", [20, 45, 100])
+def test_degraded_labels(accuracy):
+    y = torch.arange(3000) % 6
+    y[:10] = -1
+    found = degraded_labels(y, accuracy, seed=3)
+    known = y >= 0
+    assert 100 * float((found == y)[known].double().mean()) == pytest.approx(accuracy, abs=0.05)
+    assert bool((found[~known] == -1).all()) and int(found.max()) == 5
+    assert torch.equal(found, degraded_labels(y, accuracy, seed=3))
+    if accuracy < 100:
+        assert not torch.equal(found, degraded_labels(y, accuracy, seed=4))
+        wrong = found[known & (found != y)]
+        assert torch.bincount(wrong, minlength=6).min() > 0.7 * wrong.numel() / 6, "mistakes go to every class"
+
+
+def test_splits_with_few_labels():
+    y = torch.arange(2000) % 4
+    split = ratio_split(y, 0.05, seed=0)
+    assert (int(split.train.sum()), int(split.val.sum()), int(split.test.sum())) == (100, 4, 1896)
+    assert not bool((split.train & split.val | split.train & split.test | split.val & split.test).any())
+    assert not torch.equal(split.train, ratio_split(y, 0.05, seed=1).train)
+
+
+def test_the_supervised_network_learns(small_sbm):
+    y = small_sbm.labels()
+    assert y is not None
+    split = ratio_split(y, 0.2, seed=0)
+    state = torch.get_rng_state()
+    found = gcn_accuracy(small_sbm.features(), y, small_sbm.topology(), split, seed=0)
+    assert found > 60 and torch.equal(state, torch.get_rng_state())
+    assert found == gcn_accuracy(small_sbm.features(), y, small_sbm.topology(), split, seed=0)
+
+
+def test_a_table_end_to_end(project, capsys):
+    assert main(["bench", "small", "--jobs", "2", "--quiet"]) == 0
+    files = sorted((project / "benchmarks/results").rglob("seed-*.json"))
+    assert [str(f.relative_to(project / "benchmarks/results")) for f in files] == [
+        "node/blocks/as-shipped/seed-0.json",
+        "node/blocks/as-shipped/seed-1.json",
+        "node/blocks/loss.cluster_weight=0.2/seed-0.json",
+        "node/blocks/loss.cluster_weight=0.2/seed-1.json",
+    ]
+    body = json.loads(files[2].read_text())
+    assert body["command"] == "cimage pretrain configs/node/blocks.yaml loss.cluster_weight=0.2 run.seed=0" and body["node"]["test"] > 0
+    text = (project / "docs/RESULTS.md").read_text()
+    assert "| **with clusters** |" in text and text.endswith("after\n")
+    before = {f: f.stat().st_mtime_ns for f in files}
+    capsys.readouterr()
+    assert main(["bench", "small", "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["made"] == 0 and {f: f.stat().st_mtime_ns for f in files} == before
+    config = project / "configs/node/blocks.yaml"
+    config.write_text(config.read_text().replace('"epochs": 4', '"epochs": 5'))
+    assert main(["bench", "small", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outdated"] == ["node/blocks/as-shipped", "node/blocks/loss.cluster_weight=0.2"]
+
+
+def test_extras_and_degraded_labels_end_to_end(project, capsys):
+    write(project, "low", rows={"ours": []}, seeds={"blocks": 1}, extra="low_labels", against=None, published=None, controls=False)
+    write(project, "quality", rows={"60 %": ["accuracy=60"]}, seeds={"blocks": 1}, degrade=True, against=None, published=None, controls=False)
+    config = project / "configs/node/blocks.yaml"
+    body = json.loads(config.read_text()) | {"loss": {"factor_weight": 0.5}, "cluster": {"init": "propagated"}, "ci": {"block_size": 8}}
+    config.write_text(json.dumps(body))
+    assert main(["bench", "low", "quality", "--jobs", "1", "--quiet"]) == 0, capsys.readouterr()
+    results = project / "benchmarks/results/node/blocks"
+    low = json.loads((results / "as-shipped~low_labels/seed-0.json").read_text())["low_labels"]
+    assert set(low) == {"1", "2", "5", "10"} and all(0 < v <= 100 for row in low.values() for v in row.values())
+    assert (results / "accuracy=60/seed-0.json").is_file()
+    kept = np.load(project / "runs/bench/node/blocks/accuracy=60/labels-0.npy")
+    y = open_graph(load_config(str(config)).data).labels()
+    assert y is not None and 100 * float((torch.from_numpy(kept) == y).double().mean()) == pytest.approx(60, abs=0.4)
+    assert "| blocks, GCN, supervised |" in (project / "docs/RESULTS.md").read_text()
+
+
+def test_mistakes_on_the_command_line(project, capsys):
+    for words, said in ((["bench", "none"], "No table"), (["bench", "--seeds", "0"], "--seeds"), (["bench", "--jobs", "-1"], "--jobs")):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_graphs_without_classes_have_no_low_label_table(project):
+    graph = open_graph(load_config("configs/node/blocks.yaml").data)
+    object.__setattr__(graph, "labels", lambda: None)
+    with pytest.raises(UserError, match="no labels"):
+        low_label_scores(load_config("configs/node/blocks.yaml"), graph)
+
+
+def test_cells_name_their_run():
+    cell = Cell("configs/node/cora.yaml", "cora", ("a.b=1", "a.a=x/y"), 3, "views", degrade=True)
+    assert cell.folder == "node/cora/a.a=x-y+a.b=1~views" and cell.path(Path("r")).name == "seed-3.json"
