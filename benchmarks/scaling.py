@@ -4,8 +4,8 @@
 
 The runs with Ray are the real command, `cimage pretrain`, on a generated graph with the whole objective; rates are medians over the
 records of metrics.jsonl after the first. The rows "loop" are the same training steps in processes linked by gloo alone. Ray keeps about ten
-idle processes that wake up a hundred times a second each; where the workers fill all cores these take time from them, and the difference
-between the rows shows how much. The machine should be otherwise idle.
+idle processes that wake up a hundred times a second each, for some 80 microseconds; where the workers fill all cores these take time from them.
+A last row runs the loop beside processes that do just that. The machine should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,28 @@ def run(folder: Path, name: str, workers: int, batch: int, steps: int) -> dict[s
         "memory_gb": train[-1]["memory_gb"],
         "whole_command_s": round(time.perf_counter() - began, 1),
     }
+
+
+IDLE = 12
+_WAKING = """
+import time
+while True:
+    until = time.perf_counter() + 8e-5
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.01)
+"""
+
+
+@contextmanager
+def idle_processes() -> Iterator[None]:
+    """As many processes as Ray keeps, which wake up as often and do as little."""
+    started = [subprocess.Popen([sys.executable, "-c", _WAKING]) for _ in range(IDLE)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
 
 
 def loop(folder: Path, world: int, batch: int, steps: int) -> float:
@@ -113,6 +137,8 @@ def main() -> None:
         cases = {"local": (0, b), "ray 1": (1, b), "ray 2, weak": (2, 2 * b), "ray 2, strong": (2, b)}
         found = {case: run(folder, case.replace(" ", "-").replace(",", ""), *size, args.steps) for case, size in cases.items()}
         alone = {world: loop(folder, world, b, min(args.steps, 40)) for world in (1, 2)}
+        with idle_processes():
+            disturbed = loop(folder, 2, b, min(args.steps, 40))
         link = reduction(folder)
     rate = {case: r["edges_per_s"] for case, r in found.items()}
     ratios = {
@@ -120,6 +146,7 @@ def main() -> None:
         "weak scaling efficiency, 1 to 2 workers": rate["ray 2, weak"] / (2 * rate["ray 1"]),
         "strong scaling efficiency, 1 to 2 workers": rate["ray 2, strong"] / (2 * rate["ray 1"]),
         "weak scaling efficiency of the loop without Ray": alone[2] / (2 * alone[1]),
+        f"weak scaling efficiency of the loop beside {IDLE} idle processes": disturbed / (2 * alone[1]),
     }
     for case, r in found.items():
         parts = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in r["seconds_per_step"].items())
