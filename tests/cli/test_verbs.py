@@ -125,7 +125,9 @@ def test_the_whole_way(cli: Cli, tmp_path: Path) -> None:
 
     text = ok(cli, "report", *settings)
     assert text.startswith(f"# Run {run.relative_to(tmp_path)}") and "| `train.epochs` | 4 | 100 |" in text and "node probe, test" in text
-    assert (run / "report.md").read_text() in text and as_json(cli, "report", *settings) == {"report": str(run.relative_to(tmp_path) / "report.md")}
+    assert (run / "report.md").read_text() in text and "report.html" in text
+    found = as_json(cli, "report", str(run), "--figures", "figures")
+    assert found["report"] == str(run / "report.md") and Path(found["page"]).is_file() and len(found["figures"]) == len(list(Path("figures").iterdir())) > 5
     facts = as_json(cli, "show", *settings)
     assert all(item["exists"] for item in facts["exists"].values()) and facts["exists"]["checkpoints"]["steps"] == [4]
     shown_text = ok(cli, "show", *settings)

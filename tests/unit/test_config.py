@@ -9,7 +9,7 @@ from cimage_dist.config import Config, fingerprint, known_keys, load_config, run
 from cimage_dist.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-YAMLS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "sweeps")  # those are checked in tests/sweep
+YAMLS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ("bench", "sweeps"))  # checked in tests/bench and tests/sweep
 
 
 def test_later_layers_win(tmp_path):
