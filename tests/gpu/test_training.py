@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.graph.ingest import open_graph
 from cimage_dist.train.batches import SampledBatches
-from cimage_dist.train.loop import Trainer, worker
-from cimage_dist.train.sink import MemorySink
-from tests.parity.test_training import SETTINGS
+from cimage_dist.train.loop import Trainer
+from tests.parity import test_training as parity
 from tests.procs import run_ranks
 from tests.settings import small_sbm_config
 
@@ -28,18 +26,7 @@ pytestmark = pytest.mark.gpu
 def train(comm: Comm, kind: str, store_dir: Path, dtype: torch.dtype, *more: str) -> dict[str, Any]:
     """Losses and weights after the steps of the parity tests, on this rank's GPU."""
     torch.cuda.set_device(comm.rank)
-    torch.set_default_dtype(dtype)
-    try:
-        cfg = small_sbm_config(store_dir, *SETTINGS[kind], "resources.device=cuda", *more)
-        sink = MemorySink()
-        trainer = worker(cfg, comm, sink, open_graph(cfg.data))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return {
-        "loss": [r["loss"] for r in sink.records if r["kind"] == "train"],
-        "context": [r["context"] for r in sink.records if r["kind"] == "ci"],
-        "weights": {name: value.cpu().numpy() for name, value in trainer.model.state_dict().items() if value.is_floating_point()},
-    }
+    return parity.train(comm, kind, store_dir, dtype, "resources.device=cuda", *more)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -71,7 +58,7 @@ def test_compiled_decoders_follow_plain_ones(store_dir, small_sbm):
 
 
 def test_batches_are_prefetched_through_pinned_memory(store_dir, small_sbm):
-    cfg = small_sbm_config(store_dir, *SETTINGS["sampled"], "resources.device=cuda", "sampler.loader_processes=2")
+    cfg = small_sbm_config(store_dir, *parity.SETTINGS["sampled"], "resources.device=cuda", "sampler.loader_processes=2")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     batches = trainer.batches
     assert isinstance(batches, SampledBatches)

@@ -64,9 +64,6 @@ def check(command: str) -> None:
 @pytest.mark.parametrize(("command", "places"), entrypoints().items(), ids=lambda value: value[:80] if isinstance(value, str) else value[0])
 def test_it_parses_and_its_config_loads(command, places, monkeypatch):
     monkeypatch.chdir(ROOT)
-    absent = [word for word in command.split() if word.startswith("configs/sweeps/") and not (ROOT / word).is_file()]
-    if " sweep " in command and (absent or "sweep" not in build_parser()._subparsers._group_actions[0].choices):
-        pytest.skip(f"not in this version: {absent or 'the verb sweep'}")
     check(command)
 
 

@@ -41,14 +41,14 @@ CAPPED = [*SAMPLED, "sampler.fanouts=[4,4,4]", "sampler.backend=csr"]
 SETTINGS = {"full": FULL_GRAPH, "sampled": SAMPLED, "capped": CAPPED}
 
 
-def settings(kind: str, store_dir: Path) -> Config:
-    return load_config(overrides=[*small_sbm_settings(store_dir), *SETTINGS[kind]])
+def settings(kind: str, store_dir: Path, *more: str) -> Config:
+    return load_config(overrides=[*small_sbm_settings(store_dir), *SETTINGS[kind], *more])
 
 
-def train(comm: Comm, kind: str, store_dir: Path) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
+def train(comm: Comm, kind: str, store_dir: Path, dtype: torch.dtype = torch.float64, *more: str) -> dict[str, Any]:
+    torch.set_default_dtype(dtype)
     try:
-        cfg = settings(kind, store_dir)
+        cfg = settings(kind, store_dir, *more)
         sink = MemorySink()
         trainer = worker(cfg, comm, sink, open_graph(cfg.data))
     finally:
@@ -59,7 +59,7 @@ def train(comm: Comm, kind: str, store_dir: Path) -> dict[str, Any]:
         "context": [r["context"] for r in sink.records if r["kind"] == "ci"],
         "confident": [r["confident"] for r in sink.records if r["kind"] == "ci"],
         "labels": sink.stored["pseudo-labels"]["labels"].numpy(),
-        "weights": {name: value.numpy() for name, value in trainer.model.state_dict().items() if value.is_floating_point()},
+        "weights": {name: value.cpu().numpy() for name, value in trainer.model.state_dict().items() if value.is_floating_point()},
     }
 
 
