@@ -87,11 +87,15 @@ def jacobi(matrix: Array, linear: Array, guess: Array, tol: float = 1e-5) -> Arr
 
 
 def inverse_logdet(matrix: Array) -> tuple[Array, float]:
-    """Inverse and log-determinant of a positive definite matrix; one that is not, numerically, gets a ridge of 1e-6 of its mean diagonal."""
-    factor, info = lapack.dpotrf(matrix, lower=1)
+    """Upper triangle (zero below) of the inverse, and log-determinant, of a positive definite matrix.
+
+    One that is not, numerically, gets a ridge of 1e-6 of its mean diagonal. The transpose is the column order LAPACK works in, so that
+    nothing is copied over; half the inverse is enough for products and sums with symmetric matrices.
+    """
+    factor, info = lapack.dpotrf(matrix.T, lower=0)
     if info != 0:
         ridge = 1e-6 * np.trace(matrix) / matrix.shape[0]
-        factor, info = lapack.dpotrf(matrix + ridge * np.eye(matrix.shape[0]), lower=1)
-    lower, _ = lapack.dpotri(factor, lower=1)
-    inverse = np.tril(lower) + np.tril(lower, -1).T
-    return inverse, 2.0 * float(np.sum(np.log(factor.diagonal())))
+        factor, info = lapack.dpotrf((matrix + ridge * np.eye(matrix.shape[0])).T, lower=0)
+    logdet = 2.0 * float(np.sum(np.log(factor.diagonal())))
+    upper, _ = lapack.dpotri(factor, lower=0, overwrite_c=1)
+    return upper, logdet
