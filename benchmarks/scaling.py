@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py [--json FILE]
 
-The runs with Ray are the real command, `cimage pretrain`, on a generated graph with the whole objective; rates are medians over the
-records of metrics.jsonl after the first. The rows "loop" are the same training steps in processes linked by gloo alone. Ray keeps about ten
-idle processes that wake up a hundred times a second each, for some 80 microseconds; where the workers fill all cores these take time from them.
-A last row runs the loop beside processes that do just that. The machine should be otherwise idle.
+The runs are the real command, `cimage pretrain`, on a generated graph with the whole objective; a rate is the median over the records of
+metrics.jsonl after the first. "Apart" is two such commands at once that know nothing of each other: what the two cores give at best, since virtual
+cores may share a real one. The rows "loop" are the same training steps in processes linked by gloo alone. All cases take turns, round by
+round; a ratio is taken within a round and the median over rounds is told, because a machine's speed changes. It should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,59 +34,54 @@ MODEL = ["model.num_factors=8", "model.factor_dim=16", "model.num_layers=2", "lo
 TRAINING = ["sampler.fanouts=[10,10,5]", "ci.every_steps=40", "run.log_every=5", "run.tensorboard=false", "resources.threads=1"]
 
 
-def run(folder: Path, name: str, workers: int, batch: int, steps: int) -> dict[str, Any]:
-    """Rates and shares of one run; `workers` 0 stands for --on local."""
-    epochs = max(1, round(steps * batch / (NODES * DEGREE / 2)))
+def command(folder: Path, name: str, workers: int, batch: int) -> list[str]:
+    """A run of its own; `workers` 0 stands for --on local."""
     where = ["--on", "ray", f"resources.num_workers={workers}"] if workers else []
-    settings = [
-        *GRAPH,
-        *MODEL,
-        *TRAINING,
-        f"sampler.batch_edges={batch}",
-        f"train.epochs={epochs}",
-        f"data.store_dir={folder / 'data'}",
-        f"run.dir={folder / name}",
-    ]
+    own = [f"sampler.batch_edges={batch}", f"data.store_dir={folder / 'data'}", f"run.dir={folder / name}"]
+    return [sys.executable, "-m", "cimage_dist.cli", "pretrain", *GRAPH, *MODEL, *TRAINING, *own, *where, "--quiet"]
+
+
+def run(folder: Path, name: str, workers: int, batch: int, steps: int, copies: int = 1) -> list[dict[str, Any]]:
+    """Rates and shares of `copies` commands at once, each asked to stop after `steps` steps."""
+    names = [f"{name}-{copy}" for copy in range(copies)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "RAY_TMPDIR": str(folder / "ray")}
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "cimage_dist.cli", "pretrain", *settings, *where, "--quiet"], env=env, check=True)
-    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    started = [subprocess.Popen(command(folder, each, workers, batch), env=env, stderr=subprocess.DEVNULL) for each in names]
+    try:
+        while any(_last_step(folder / each) < steps for each in names):
+            if any(process.poll() is not None for process in started):
+                raise SystemExit(f"{name}: the command ended before step {steps}; run it by hand: {' '.join(command(folder, names[0], workers, batch))}")
+            time.sleep(0.5)
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGINT)
+        for process in started:
+            process.wait()
+    whole = time.perf_counter() - began
+    return [_read(folder / each, steps) | {"workers": workers or "local", "batch_edges": batch, "whole_command_s": round(whole, 1)} for each in names]
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.is_file() else []
+
+
+def _last_step(folder: Path) -> int:
+    return max((record["step"] for record in _records(folder) if record["kind"] == "train"), default=0)
+
+
+def _read(folder: Path, steps: int) -> dict[str, Any]:
+    records = [record for record in _records(folder) if record["step"] <= steps]
     train, refreshes = [r for r in records if r["kind"] == "train"][1:], [r for r in records if r["kind"] == "ci"]
     # A refresh falls into some records and not into others; it is told apart.
     quiet = [r for r in train if not any(r["step"] - 5 <= c["step"] < r["step"] for c in refreshes)]
     spent = {part: statistics.median(r[f"{part}_s"] / 5 for r in quiet) for part in ("sampling", "step", "exchange")}
     return {
-        "workers": workers or "local",
-        "batch_edges": batch,
-        "steps": train[-1]["step"],
         "edges_per_s": statistics.median(r["edges_per_s"] for r in quiet),
         "seconds_per_step": {name: round(value, 5) for name, value in spent.items()},
         "refresh_s": statistics.median(r["seconds"] for r in refreshes),
         "memory_gb": train[-1]["memory_gb"],
-        "whole_command_s": round(time.perf_counter() - began, 1),
     }
-
-
-IDLE = 12
-_WAKING = """
-import time
-while True:
-    until = time.perf_counter() + 8e-5
-    while time.perf_counter() < until:
-        pass
-    time.sleep(0.01)
-"""
-
-
-@contextmanager
-def idle_processes() -> Iterator[None]:
-    """As many processes as Ray keeps, which wake up as often and do as little."""
-    started = [subprocess.Popen([sys.executable, "-c", _WAKING]) for _ in range(IDLE)]
-    try:
-        yield
-    finally:
-        for process in started:
-            process.kill()
 
 
 def loop(folder: Path, world: int, batch: int, steps: int) -> float:
@@ -124,40 +118,59 @@ def reduction(folder: Path) -> dict[str, float]:
     return {"alpha_s": fast - beta * small, "beta_s_per_byte": beta}
 
 
+def one_round(folder: Path, number: int, batch: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Every case once."""
+    cases = {"local": (0, batch), "apart": (0, batch), "ray 1": (1, batch), "ray 2, weak": (2, 2 * batch), "ray 2, strong": (2, batch)}
+    found = {case: run(folder, f"{case}-{number}".replace(" ", "").replace(",", "-"), *size, steps, 1 + (case == "apart")) for case, size in cases.items()}
+    for world in (1, 2):
+        found[f"loop {world}"] = [{"edges_per_s": loop(folder, world, batch, steps // 2)}]
+    for case, rows in found.items():
+        print(f"  {case:14s} {sum(row['edges_per_s'] for row in rows):7.0f} edges/s", flush=True)
+    return found
+
+
+def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    rate = {case: sum(row["edges_per_s"] for row in rows) for case, rows in found.items()}
+    return {
+        "two unlinked commands at once / two alone": rate["apart"] / (2 * rate["local"]),
+        "one Ray worker / --on local": rate["ray 1"] / rate["local"],
+        "weak scaling under Ray, 1 to 2 workers": rate["ray 2, weak"] / (2 * rate["ray 1"]),
+        "two Ray workers / two unlinked commands": rate["ray 2, weak"] / rate["apart"],
+        "weak scaling of the loop without Ray": rate["loop 2"] / (2 * rate["loop 1"]),
+        "strong scaling under Ray, 1 to 2 workers": rate["ray 2, strong"] / (2 * rate["ray 1"]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=1024, help="seed edges of a worker")
-    parser.add_argument("--steps", type=int, default=100, help="about; whole epochs are trained")
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     args = parser.parse_args()
     print(headline(1))
+    rounds = []
     with tempfile.TemporaryDirectory(prefix="cs-") as name:
-        folder, b = Path(name), args.batch
+        folder = Path(name)
         (folder / "ray").mkdir()
-        cases = {"local": (0, b), "ray 1": (1, b), "ray 2, weak": (2, 2 * b), "ray 2, strong": (2, b)}
-        found = {case: run(folder, case.replace(" ", "-").replace(",", ""), *size, args.steps) for case, size in cases.items()}
-        alone = {world: loop(folder, world, b, min(args.steps, 40)) for world in (1, 2)}
-        with idle_processes():
-            disturbed = loop(folder, 2, b, min(args.steps, 40))
+        for number in range(args.rounds):
+            print(f"round {number + 1} of {args.rounds}", flush=True)
+            rounds.append(one_round(folder, number, args.batch, args.steps))
         link = reduction(folder)
-    rate = {case: r["edges_per_s"] for case, r in found.items()}
-    ratios = {
-        "one Ray worker / --on local": rate["ray 1"] / rate["local"],
-        "weak scaling efficiency, 1 to 2 workers": rate["ray 2, weak"] / (2 * rate["ray 1"]),
-        "strong scaling efficiency, 1 to 2 workers": rate["ray 2, strong"] / (2 * rate["ray 1"]),
-        "weak scaling efficiency of the loop without Ray": alone[2] / (2 * alone[1]),
-        f"weak scaling efficiency of the loop beside {IDLE} idle processes": disturbed / (2 * alone[1]),
-    }
-    for case, r in found.items():
-        parts = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in r["seconds_per_step"].items())
-        print(f"{case:15s} batch {r['batch_edges']:5d}  {r['edges_per_s']:9.0f} edges/s  {parts}; refresh {r['refresh_s']:.2f} s; {r['memory_gb']:.2f} GB")
-    for world, edges in alone.items():
-        print(f"loop, {world} rank(s), without Ray: {edges:.0f} edges/s")
-    for name, value in ratios.items():
-        print(f"{name}: {value:.3f}")
+    told = [ratios(found) for found in rounds]
+    middle = {name: statistics.median(each[name] for each in told) for name in told[0]}
+    for case in ("local", "ray 1", "ray 2, weak", "ray 2, strong"):
+        rows = [found[case][0] for found in rounds]
+        parts = ", ".join(f"{part} {1000 * statistics.median(row['seconds_per_step'][part] for row in rows):.1f} ms" for part in rows[0]["seconds_per_step"])
+        refresh, memory = (statistics.median(row[key] for row in rows) for key in ("refresh_s", "memory_gb"))
+        print(f"{case:14s} of a step: {parts}; refresh {refresh:.2f} s; {memory:.2f} GB")
+    for name, value in middle.items():
+        print(f"{name}: {value:.3f}   (rounds: {', '.join(f'{each[name]:.3f}' for each in told)})")
     print(f"all-reduce between two processes: {1e6 * link['alpha_s']:.0f} us + {1e9 * link['beta_s_per_byte']:.3f} ns per byte")
     if args.json:
-        args.json.write_text(json.dumps({"machine": facts(1), "runs": found, "loop_edges_per_s": alone, "ratios": ratios, "all_reduce": link}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"machine": facts(1), "rounds": rounds, "ratios": middle, "ratios_by_round": told, "all_reduce": link}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

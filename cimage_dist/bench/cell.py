@@ -33,12 +33,12 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress) -> dict[
     target = cell.path(results)
     if target.is_file():
         return read_result(target)
-    cfg = cell.load(f"run.dir={runs / cell.folder.partition('~')[0] / f'seed-{cell.seed}'}", "run.tensorboard=false")
+    cfg = cell.load(f"run.dir={runs / cell.run_folder / f'seed-{cell.seed}'}", "run.tensorboard=false")
     graph = open_graph(cfg.data)
     if cell.degrade:
         cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npy", cell)
     began = time.perf_counter()
-    summary = stages.pretrain(cfg, progress, graph)
+    summary = _train(cfg, graph, progress)
     seconds = time.perf_counter() - began
     found = evaluate_run(cfg, graph=graph)
     result = {name: found.get(name) for name in _KEPT}
@@ -61,6 +61,14 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress) -> dict[
     }
     artifacts.write_json(target, result)
     return result
+
+
+def _train(cfg: Config, graph: Graph, progress: Progress) -> dict[str, Any]:
+    if cfg.resources.num_workers == 1:
+        return stages.pretrain(cfg, progress, graph)
+    from cimage_dist.runtime.ray_train import launch
+
+    return launch(cfg, progress)
 
 
 def read_result(path: Path) -> dict[str, Any]:

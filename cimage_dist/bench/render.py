@@ -28,7 +28,7 @@ def value_at(result: dict[str, Any], path: str) -> float | None:
 
 
 def results_of(table: Table, results: Path, dataset: str, row: str) -> list[dict[str, Any]]:
-    cells = [cell for cell in table.cells() if cell.dataset == dataset and cell.overrides == table.rows[row]]
+    cells = [cell for cell in table.cells() if cell.dataset == dataset and cell.overrides == table.rows[row][dataset]]
     return [read_result(cell.path(results)) for cell in cells if cell.path(results).is_file()]
 
 

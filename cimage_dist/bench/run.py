@@ -30,15 +30,23 @@ def here(command: list[str]) -> tuple[int, str]:
 
 def make(cells: Sequence[Cell], results: Path, runs: Path, jobs: int, execute: Execute, tick: Callable[[int, int, str], None]) -> list[tuple[Cell, str]]:
     """Run the cells, `jobs` at a time; those that failed with what they said. A failure does not stop the others."""
-    failed = []
+    failed, done = [], 0
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in cells:  # cells that share a run directory, one after the other: the first trains, the others find it trained
+        groups.setdefault((cell.run_folder, cell.seed), []).append(cell)
+
+    def work(group: list[Cell]) -> list[tuple[Cell, int, str]]:
+        return [(cell, *execute(cell_command(cell, results, runs))) for cell in group]
+
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(execute, cell_command(cell, results, runs)): cell for cell in cells}
+        waiting = [pool.submit(work, group) for group in groups.values()]
         try:
-            for done, future in enumerate(as_completed(waiting), start=1):
-                cell, (code, said) = waiting[future], future.result()
-                if code:
-                    failed.append((cell, said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"))
-                tick(done, len(cells), shown(cell))
+            for future in as_completed(waiting):
+                for cell, code, said in future.result():
+                    if code:
+                        failed.append((cell, said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"))
+                    done += 1
+                    tick(done, len(cells), shown(cell))
         except BaseException:
             for later in waiting:
                 later.cancel()

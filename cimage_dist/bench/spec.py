@@ -19,7 +19,7 @@ EXTRAS = ("views", "low_labels")
 
 @dataclass(frozen=True)
 class Table:
-    """`config` holds `{dataset}`. `rows` maps what the document shows to overrides. `scores` maps a path into a result (node.test) to its heading.
+    """`config` holds `{dataset}`. `rows` maps what the document shows to the overrides on each dataset. `scores` maps a path into a result (node.test) to its heading.
 
     `published`: {row: {dataset: number or [number for each score]}}. `against`: the row with which the others are compared seed by seed.
     `degrade`: rows map to the accuracy, in percent, that pseudo-labels made from the classes are given.
@@ -30,7 +30,7 @@ class Table:
     note: str
     config: str
     seeds: dict[str, int]
-    rows: dict[str, tuple[str, ...]]
+    rows: dict[str, dict[str, tuple[str, ...]]]
     scores: dict[str, str]
     published: dict[str, dict[str, Any]] = field(default_factory=dict)
     against: str | None = None
@@ -42,9 +42,9 @@ class Table:
     def cells(self) -> list[Cell]:
         """All runs of the table, the first seeds of all rows before the second: a table that is cut short is a smaller table."""
         made = [
-            Cell(self.config.format(dataset=dataset), dataset, overrides, seed, self.extra, self.degrade)
+            Cell(self.config.format(dataset=dataset), dataset, row[dataset], seed, self.extra, self.degrade)
             for dataset, count in self.seeds.items()
-            for overrides in self.rows.values()
+            for row in self.rows.values()
             for seed in range(count)
         ]
         return sorted(made, key=lambda cell: cell.seed)
@@ -68,6 +68,11 @@ class Cell:
         changes = "+".join(text.replace("/", "-") for text in sorted(real)) or "as-shipped"
         return f"{Path(self.config).parent.name}/{self.dataset}/{changes}{f'~{self.extra}' if self.extra else ''}"
 
+    @property
+    def run_folder(self) -> str:
+        """Relative to the runs: an extra looks at the same trained run."""
+        return self.folder.partition("~")[0]
+
     def path(self, results: Path) -> Path:
         return results / self.folder / f"seed-{self.seed}.json"
 
@@ -80,6 +85,8 @@ class Cell:
 
 @functools.cache
 def _changes(config: str, override: str) -> bool:
+    if override.startswith("resources.num_workers="):  # no change of the experiment, but what a table of workers is about
+        return True
     return fingerprint(load_config(config, overrides=[override])) != fingerprint(load_config(config))
 
 
@@ -99,15 +106,24 @@ def load_table(path: Path) -> Table:
         raise UserError(f"{path}: {missing[0]} is missing.")
     if ("grid" in body) == ("rows" in body):
         raise UserError(f"{path}: give either rows, or grid with a sweep file of configs/sweeps/.")
-    rows = _grid_rows(path, body.pop("grid")) if "grid" in body else {str(name): _overrides(path, name, value) for name, value in body.pop("rows").items()}
+    rows = _grid_rows(path, body.pop("grid")) if "grid" in body else body.pop("rows")
+    if not isinstance(rows, dict) or not isinstance(body["seeds"], dict):
+        raise UserError(f"{path}: rows and seeds must map names to values.")
     given: dict[str, Any] = {"note": ""} | body
-    table = Table(name=path.stem, rows=rows, **given)
+    table = Table(name=path.stem, rows={str(name): _by_dataset(path, name, value, body["seeds"]) for name, value in rows.items()}, **given)
     _check(path, table)
     return table
 
 
+def _by_dataset(path: Path, name: Any, value: Any, datasets: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """A list of overrides is for all datasets; a mapping names each dataset."""
+    if isinstance(value, dict) and (absent := [dataset for dataset in datasets if dataset not in value]):
+        raise UserError(f"{path}: rows.{name} has nothing for {absent[0]}.")
+    return {dataset: _overrides(path, name, value[dataset] if isinstance(value, dict) else value) for dataset in datasets}
+
+
 def _overrides(path: Path, name: Any, value: Any) -> tuple[str, ...]:
-    texts = value if isinstance(value, list) else [value]
+    texts = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(text, str) and "=" in text for text in texts):
         raise UserError(f"{path}: rows.{name} must be a list of key=value; got {value!r}.")
     return tuple(texts)

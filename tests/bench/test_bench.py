@@ -87,7 +87,7 @@ def test_shipped_tables_load(monkeypatch):
     tables = load_tables(Path("configs/bench"))
     assert [t.name for t in tables][:3] == ["node", "link", "partition"]
     by_name = {t.name: t for t in tables}
-    assert by_name["k_node"].rows["8"] == ("model.num_factors=8",), "the points of the sweep file"
+    assert by_name["k_node"].rows["8"]["cora"] == ("model.num_factors=8",), "the points of the sweep file"
     sixteen = next(c for c in by_name["k_node"].cells() if c.dataset == "cora" and c.overrides == ("model.num_factors=16",))
     assert sixteen.folder == "node/cora/as-shipped", "the same run as in the main table"
 
@@ -104,7 +104,7 @@ def result(seed: int, test: float, raw: float = 50.0) -> dict[str, Any]:
 
 
 def fill(table: Table, folder: Path, row: str, scores: list[float]) -> None:
-    for cell, score in zip([c for c in table.cells() if c.overrides == table.rows[row]], scores, strict=False):
+    for cell, score in zip([c for c in table.cells() if c.overrides == table.rows[row][c.dataset]], scores, strict=False):
         path = cell.path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result(cell.seed, score)))
