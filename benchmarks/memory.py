@@ -43,7 +43,7 @@ def resident_gb() -> float:
 
 
 def settings(args: argparse.Namespace) -> Any:
-    from cimage_dist.config import load_config
+    from cimage_dist.config_loading import load_config
 
     if args.case == "cora":
         overrides = [f"data.store_dir={args.folder}/data", f"run.dir={args.folder}/run", "train.epochs=10", "resources.threads=1"]

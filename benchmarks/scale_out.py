@@ -25,7 +25,8 @@ import torch.multiprocessing as mp
 from hardware import facts, headline
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.environment import keep_freed_memory
 from cimage_dist.graph.ingest import ingest, open_graph
 from cimage_dist.train.loop import Trainer

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.plan.batch import neighbourhood
 from cimage_dist.plan.checks import num_clusters
 from cimage_dist.plan.memory import refresh_rows, score_width

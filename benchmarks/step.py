@@ -20,7 +20,7 @@ from hardware import headline
 from torch.profiler import ProfilerActivity, profile
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.environment import keep_freed_memory
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.train.loop import Trainer

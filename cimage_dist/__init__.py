@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Config": "cimage_dist.config",
-    "load_config": "cimage_dist.config",
+    "load_config": "cimage_dist.config_loading",
     "Graph": "cimage_dist.graph.store",
     "open_graph": "cimage_dist.graph.ingest",
     "Pretrainer": "cimage_dist.api",
@@ -22,7 +22,8 @@ _HOME = {
 
 if TYPE_CHECKING:
     from cimage_dist.api import Pretrainer, evaluate
-    from cimage_dist.config import Config, load_config
+    from cimage_dist.config import Config
+    from cimage_dist.config_loading import load_config
     from cimage_dist.errors import UserError
     from cimage_dist.graph.ingest import open_graph
     from cimage_dist.graph.store import Graph

@@ -11,7 +11,8 @@ from torch import Tensor
 from cimage_dist import artifacts, checkpoint, stages
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config, to_yaml
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.errors import UserError
 from cimage_dist.evaluation import as_graph, evaluate
 from cimage_dist.graph.holdout import training_graph

@@ -6,7 +6,6 @@ Nothing here ever leaves a half-written file under its final name. A killed writ
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -24,8 +23,6 @@ from cimage_dist.errors import UserError
 TMP_PREFIX = ".tmp-"
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
-# What the owner of a disk can mend: full, over quota, forbidden, read-only, a file in the way of a folder.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 def _fsync(path: Path) -> None:

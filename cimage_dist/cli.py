@@ -6,7 +6,6 @@ Heavy imports happen inside the verbs, so that `cimage --help` answers at once.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import NoReturn
 from cimage_dist import __version__
 from cimage_dist.commands import bench, cluster, jobs, k8s, runs, sweep
 from cimage_dist.commands.common import command_of
-from cimage_dist.errors import Interrupted, UserError
+from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 
 EPILOG = """\
 examples:
@@ -35,10 +34,6 @@ Later arguments win: defaults, then each yaml in order, then key=value. Exit cod
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and do_<name>(args).
 FAMILIES = (runs, cluster, sweep, bench, jobs, k8s)
-
-
-# What the owner of a disk can mend: full, over quota, forbidden, read-only.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Parser(argparse.ArgumentParser):

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cimage_dist import artifacts
-from cimage_dist.config import Config, fingerprint, load_config, to_yaml
+from cimage_dist.config import Config, fingerprint
+from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.errors import UserError
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph

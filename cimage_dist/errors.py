@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
+# What the owner of a disk can mend: full, over quota, forbidden, read-only, a file in the way of a folder.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+
 
 class UserError(Exception):
     """A mistake the user can mend. The command line prints the message alone and exits with code 2."""

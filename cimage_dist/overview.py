@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cimage_dist import artifacts, environment
-from cimage_dist.config import Config, fingerprint, known_keys, run_dir, to_yaml
+from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.config_loading import known_keys, to_yaml
 
 
 def show_keys(is_printed: bool) -> list[dict[str, Any]]:

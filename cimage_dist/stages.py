@@ -18,7 +18,8 @@ from torch import Tensor
 from cimage_dist import artifacts, checkpoint, embedding, environment
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, fingerprint, load_config, run_dir, to_yaml
+from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.embedding import PART_ROWS, Execute, Tick
 from cimage_dist.errors import UserError
 from cimage_dist.eval.validation import make_validator

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from tests.conftest import small_sbm_settings
 
 

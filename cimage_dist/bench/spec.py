@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from cimage_dist.config import Config, fingerprint, load_config
+from cimage_dist.config import Config, fingerprint
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 
 EXTRAS = ("views", "low_labels")

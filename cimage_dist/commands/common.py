@@ -22,7 +22,7 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    from cimage_dist.config import load_config
+    from cimage_dist.config_loading import load_config
 
     paths, overrides = split_settings(args.settings)
     return on_storage(load_config(*paths, overrides=overrides))

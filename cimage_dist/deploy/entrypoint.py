@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.deploy.documents import Document, cluster_spec, of_kind, title
 from cimage_dist.deploy.pods import GPU, limit
 from cimage_dist.errors import UserError

@@ -8,7 +8,8 @@ from typing import Any
 
 from cimage_dist import artifacts
 from cimage_dist.artifacts import RunDir
-from cimage_dist.config import Config, known_keys, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import known_keys, load_config
 from cimage_dist.errors import UserError
 
 OURS = "CIMAGE"

@@ -14,7 +14,7 @@ from typing import Any
 
 from cimage_dist import artifacts
 from cimage_dist.config import DataConfig
-from cimage_dist.errors import UserError
+from cimage_dist.errors import UNWRITABLE, UserError
 from cimage_dist.graph.sources import own
 from cimage_dist.graph.sources.raw import Source
 from cimage_dist.graph.sources.registry import SOURCES
@@ -64,7 +64,7 @@ def ingest(data: DataConfig, progress: Callable[[str], None] | None = None) -> t
             with artifacts.committed_dir(path) as tmp:
                 write_store(raw, data, options, tmp, progress)
     except OSError as error:
-        if error.errno in artifacts.UNWRITABLE:
+        if error.errno in UNWRITABLE:
             raise UserError(
                 f"Cannot write the graph store below {path.parent}: {error.strerror} ({error.filename}). "
                 "Choose another folder with data.store_dir, or make room."

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from cimage_dist import artifacts
-from cimage_dist.errors import UserError
+from cimage_dist.errors import UNWRITABLE, UserError
 from cimage_dist.graph.store import check_manifest, fingerprint_of, should_verify
 
 _BLOCK = 1 << 22
@@ -52,7 +52,7 @@ def stage(source: str, cache: Path, note: Callable[[str], None] = lambda text: N
             artifacts.write_bytes(partial / artifacts.MANIFEST, manifest_bytes)
             artifacts.replace_dir(partial, final)
     except OSError as error:
-        if error.errno not in artifacts.UNWRITABLE:
+        if error.errno not in UNWRITABLE:
             raise
         raise UserError(
             f"Cannot copy graph store {source} to {cache}: {error.strerror} ({error.filename or cache}). "

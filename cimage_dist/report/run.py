@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cimage_dist import artifacts, stages
 from cimage_dist.artifacts import RunDir
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.eval.report import changed_settings, footnotes, read_metrics, score_table
 from cimage_dist.graph.holdout import training_graph

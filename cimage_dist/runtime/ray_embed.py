@@ -11,10 +11,10 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from cimage_dist import artifacts, stages
+from cimage_dist import stages
 from cimage_dist.config import Config
 from cimage_dist.embedding import PART_ROWS, Bench, Facts, Task
-from cimage_dist.errors import UserError
+from cimage_dist.errors import UNWRITABLE, UserError
 from cimage_dist.runtime.ray_session import start_ray, uses_gpu
 from cimage_dist.runtime.ray_train import absolute
 from cimage_dist.train.progress import Progress
@@ -35,7 +35,7 @@ def _make(root: str, plan: str, stage: int, index: int) -> Facts | str:
     except UserError as error:
         return str(error)
     except OSError as error:
-        if error.errno in artifacts.UNWRITABLE:
+        if error.errno in UNWRITABLE:
             return f"{error.strerror}: {error.filename or root}. Make room or get access there; the parts that are done are kept."
         raise
 

@@ -24,10 +24,11 @@ from ray.util.metrics import Gauge
 from torch import Tensor
 
 from cimage_dist import checkpoint, stages
-from cimage_dist.artifacts import UNWRITABLE, RunDir, write_text
+from cimage_dist.artifacts import RunDir, write_text
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config, run_dir
-from cimage_dist.errors import Interrupted, UserError
+from cimage_dist.config import Config, run_dir
+from cimage_dist.config_loading import load_config
+from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 from cimage_dist.eval.report import read_metrics
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.runtime.ray_session import start_ray, uses_gpu

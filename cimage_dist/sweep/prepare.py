@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from cimage_dist import artifacts
-from cimage_dist.config import Config, to_yaml
+from cimage_dist.config import Config
+from cimage_dist.config_loading import to_yaml
 from cimage_dist.errors import UserError
 from cimage_dist.eval.validation import make_validator
 from cimage_dist.graph.holdout import training_graph

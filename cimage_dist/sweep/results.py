@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from cimage_dist import artifacts
-from cimage_dist.config import to_yaml
+from cimage_dist.config_loading import to_yaml
 from cimage_dist.sweep.ledger import Ledger, Standing, Trial, standings
 from cimage_dist.sweep.plan import BASELINE, winner
 from cimage_dist.sweep.spec import Sweep

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cimage_dist.config import Config, known_keys
+from cimage_dist.config import Config
+from cimage_dist.config_loading import known_keys
 from cimage_dist.errors import UserError
 
 Point = dict[str, Any]

@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from cimage_dist.config import Config, fingerprint, load_config
+from cimage_dist.config import Config, fingerprint
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.sweep.search import grid
 from cimage_dist.sweep.space import Space, dotlist, parse_space

@@ -16,7 +16,7 @@ from cimage_dist.bench.render import document, paired, render_table, spread
 from cimage_dist.bench.run import make, missing
 from cimage_dist.bench.spec import Cell, Table, load_table, load_tables
 from cimage_dist.cli import main
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.graph.ingest import open_graph
 from tests.conftest import small_sbm_settings

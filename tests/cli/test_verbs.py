@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from cimage_dist import __version__
 from cimage_dist.cli import main, parse
 from cimage_dist.commands.common import command_of, split_settings
-from cimage_dist.config import known_keys, load_config
+from cimage_dist.config_loading import known_keys, load_config
 from tests.cli.conftest import TRAINING, Cli, command, environment, own_graph, process
 
 SBM = ["data.name=sbm", "data.sbm.num_nodes=200", "data.sbm.num_blocks=2", "data.sbm.avg_degree=6", "data.sbm.label_features=4", "data.sbm.nuisance_features=4"]

@@ -15,7 +15,8 @@ import yaml
 from cimage_dist.cli import FAMILIES, main, parse
 from cimage_dist.commands import jobs as verbs
 from cimage_dist.commands.common import config_of
-from cimage_dist.config import load_config, run_dir
+from cimage_dist.config import run_dir
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.runtime import job_env, job_follow, job_ids, jobs
 from tests.launch.conftest import RAY_VARIABLES, ROOT, FakeClient, FakeJob

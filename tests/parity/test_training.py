@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink

@@ -24,7 +24,7 @@ import torch
 from cimage_dist import checkpoint
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from tests.procs import run_ranks
 from tests.ray.conftest import CHECKPOINT_EVERY, PATIENCE_S, STEPS, Cluster, Expected, Run, wait_until

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from cimage_dist import stages
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.rows import load_rows
 from cimage_dist.train.progress import Progress
 

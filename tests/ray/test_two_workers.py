@@ -17,7 +17,7 @@ import pytest
 
 from cimage_dist import artifacts, checkpoint
 from cimage_dist.artifacts import RunDir
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.eval.report import read_metrics
 from cimage_dist.train.sink import LocalSink
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cimage_dist import stages
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.evaluation import evaluate_run
 from cimage_dist.train.progress import Progress
 from tests.conftest import small_sbm_settings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cimage_dist.config import to_yaml
+from cimage_dist.config_loading import to_yaml
 from cimage_dist.sweep.ledger import Ledger, Outcome, Trial, write_outcome
 from cimage_dist.sweep.spec import Sweep, load_sweep
 

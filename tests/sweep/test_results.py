@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cimage_dist import artifacts, checkpoint
-from cimage_dist.config import OptimConfig, load_config
+from cimage_dist.config import OptimConfig
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.graph.store import Graph
 from cimage_dist.sweep import population

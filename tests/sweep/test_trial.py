@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cimage_dist import checkpoint
-from cimage_dist.config import to_yaml
+from cimage_dist.config_loading import to_yaml
 from cimage_dist.errors import UserError
 from cimage_dist.runtime.tune_trial import TrialProcess
 from cimage_dist.sweep.ledger import Ledger, Trial, read_outcome, standings

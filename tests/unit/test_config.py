@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cimage_dist.config import Config, fingerprint, known_keys, load_config, run_dir, to_yaml
+from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.config_loading import known_keys, load_config, to_yaml
 from cimage_dist.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cimage_dist.config import load_config
+from cimage_dist.config_loading import load_config
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.inference import encode_graph, target_ranges
 from cimage_dist.nn.model import build_model

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, LossConfig, ModelConfig, load_config
+from cimage_dist.config import Config, LossConfig, ModelConfig
+from cimage_dist.config_loading import load_config
 from cimage_dist.losses import factor_loss, target_factors
 from cimage_dist.nn.decoders import FactorDecoder
 from cimage_dist.nn.model import build_model

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from cimage_dist.cli import main
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.model import build_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cimage_dist.artifacts import RunDir, write_json, write_text
-from cimage_dist.config import load_config, to_yaml
+from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.errors import UserError
 from cimage_dist.eval.report import footnotes, print_scores, read_metrics, score_table, write_report
 

@@ -11,7 +11,8 @@ import torch
 from cimage_dist import checkpoint, stages
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, load_config
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.eval.report import read_metrics
 from cimage_dist.graph.holdout import training_graph
