@@ -14,7 +14,7 @@ VERBS = {
     "pretrain": "train; the same command again resumes, a finished run is left alone",
     "embed": "write the embeddings of a trained run",
     "evaluate": "score a run's embeddings (or --embedding FILE) with controls beside them",
-    "report": "write a run's page, report.html, with charts; and print a summary",
+    "report": "write a page with charts, report.html, of a run (config or folder), a sweep or the results of bench",
     "show": "print the resolved config, its fingerprint and what exists on disk",
     "doctor": "tell which devices, backends and versions are present and what is missing",
 }
@@ -127,6 +127,8 @@ def do_report(args: argparse.Namespace) -> Any:
     folder = Path(args.settings[0]) if is_folder else Path(run_dir(config_of(args)))
     if (folder / "trials").is_dir():
         return _sweep_report(folder, args)
+    if is_folder and any((folder / task).is_dir() for task in ("node", "link")):
+        return _bench_report(folder, args)
     text = write_report(RunDir(folder))
     page, charts = write_run_page(folder, args.points, progress_of(args).note)
     figures = write_figures(charts, args.figures) if args.figures else []
@@ -148,6 +150,23 @@ def _sweep_report(folder: Path, args: argparse.Namespace) -> Any:
     if not args.json:
         print(f"the sweep's page, for a browser: {page}")
     return {"page": str(page)}
+
+
+def _bench_report(folder: Path, args: argparse.Namespace) -> Any:
+    """Of the results of `cimage bench`, for the tables in configs/bench."""
+    from cimage_dist.bench.spec import load_tables
+    from cimage_dist.errors import UserError
+    from cimage_dist.report.bench import write_bench_page
+    from cimage_dist.report.figures import write_figures
+
+    tables = load_tables(Path("configs/bench"))
+    if not tables:
+        raise UserError(f"{folder} holds results of tables, but there is no table in configs/bench/. Run this in the project's folder.")
+    page, charts = write_bench_page(tables, folder)
+    figures = write_figures(charts, args.figures) if args.figures else []
+    if not args.json:
+        print(f"page of the tables, for a browser: {page}")
+    return {"page": str(page), "figures": [str(path) for path in figures]}
 
 
 def do_show(args: argparse.Namespace) -> Any:

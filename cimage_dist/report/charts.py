@@ -64,6 +64,12 @@ def bars(
     return {"kind": "bars", "title": title, "note": note, "y": y, "categories": list(categories), "series": drawn}
 
 
+def dots(title: str, note: str, x: str, rows: Sequence[tuple[str, Sequence[float], float | None]]) -> Chart:
+    """Each row a name, its values (a dot each, their mean and spread as a bar) and a published number, or None."""
+    drawn = [{"name": name, "values": [number(v) for v in values], "published": number(other)} for name, values, other in rows if values or other is not None]
+    return {"kind": "dots", "title": title, "note": note, "x": x, "rows": drawn if any(row["values"] for row in drawn) else []}
+
+
 def histogram(title: str, note: str, x: str, y: str, values: Sequence[float], marks: Sequence[tuple[float, str]] = (), bins: int = 24) -> Chart:
     """Counts of `values` in equal bins that also cover the marks."""
     import numpy as np
@@ -81,5 +87,5 @@ def table(title: str, note: str, columns: Sequence[str], rows: Sequence[Sequence
 
 def is_empty(chart: Chart) -> bool:
     """Nothing to draw: such a chart is left out of a page."""
-    parts = {"lines": "series", "heat": "values", "scatter": "hover", "bars": "categories", "histogram": "counts", "table": "rows"}
+    parts = {"lines": "series", "heat": "values", "scatter": "hover", "bars": "categories", "dots": "rows", "histogram": "counts", "table": "rows"}
     return not chart[parts[chart["kind"]]]

@@ -49,7 +49,7 @@ def _drawings(chart: Chart) -> list[tuple[str, Callable[[Any], None]]]:
             for view in chart["views"]
             for by in chart["colours"]
         ]
-    painters = {"lines": _lines, "heat": _heat, "histogram": _histogram, "bars": _bars}
+    painters = {"lines": _lines, "heat": _heat, "histogram": _histogram, "bars": _bars, "dots": _dots}
     return [(slug, functools.partial(painters[chart["kind"]], chart=chart))] if chart["kind"] in painters else []
 
 
@@ -73,6 +73,23 @@ def _bars(axes: Any, chart: Chart) -> None:
         axes.bar(at, heights, width * 0.95, color=PALETTE[i % 10], label=series["name"], yerr=series["errors"] or None, error_kw={"linewidth": 0.8})
     axes.set_xticks(range(len(chart["categories"])), chart["categories"])
     _finish(axes, chart, len(chart["series"]) > 1)
+
+
+def _dots(axes: Any, chart: Chart) -> None:
+    names = [row["name"] for row in chart["rows"]]
+    for i, row in enumerate(chart["rows"]):
+        values = row["values"]
+        if values:
+            mean = sum(values) / len(values)
+            std = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+            axes.plot([mean - std, mean + std], [i, i], color=PALETTE[0], alpha=0.25, linewidth=6, solid_capstyle="butt")
+            axes.plot(values, [i] * len(values), "o", color=PALETTE[0], alpha=0.55, markersize=2.5, markeredgewidth=0)
+            axes.plot(mean, i, "|", color=PALETTE[0], markersize=10, markeredgewidth=1.5)
+        if row["published"] is not None:
+            axes.plot(row["published"], i, "D", markerfacecolor="none", markeredgecolor=PALETTE[1], markersize=5)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    _finish(axes, chart)
 
 
 def _heat(axes: Any, chart: Chart) -> None:

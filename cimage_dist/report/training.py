@@ -45,6 +45,7 @@ def partition_charts(records: Records, num_factors: int) -> list[Chart]:
     sizes = {"|F1|": [(r["step"], len(r["context"])) for r in refreshes if "context" in r]}
     return [
         lines("Size of the first context", f"Factors in F1 at each refresh, of {num_factors}.", "step", "factors", sizes if sizes["|F1|"] else {}),
+        lines("Clustering quality", "Of the trusted nodes: silhouette of their pseudo-labels in the embedding, and the share that lies nearest to the centre of its own cluster.", "step", "", curves(refreshes, {"silhouette": "silhouette", "own_centre": "nearest to the own centre"})),
         lines("Trusted nodes", "The set of pseudo-labelled nodes the scores are computed on, as it grows.", "step", "nodes", curves(refreshes, {"confident": "trusted", "grown": "added since the start"})),
         heat("Scores of the factors", "Strong: the factor explains the pseudo-labels and stands in F1. A steady pattern is a settled partition.", "step", "factor", [r["step"] for r in few], range(num_factors), values),
         lines(

@@ -40,7 +40,7 @@ def describe_partition(
     Keys: `ci/f1_size`, `ci/lam`, `ci/sigma2`, `ci/num_solves`; `ci/jaccard` with the previous partition (1 without one);
     `ci/variance/<k>` per factor and `ci/variance_f2_min`, the collapse alarm; `ci/hsic_given_labels` and `ci/hsic_random`
     (see `conditional_hsic`; the second is the mean over random partitions of the same sizes); `ci/rank_f2` (see `mean_rank`) beside `ci/num_classes`;
-    `ci/accuracy_f1`, `_f2`, `_both` (see `label_accuracy`) beside `ci/accuracy_majority`. Shapes: h [n_local, K, c], labels and gids [n_local].
+    `ci/accuracy_f1`, `_f2`, `_both` (see `label_accuracy`) beside `ci/accuracy_majority`; `ci/silhouette` and `ci/own_centre` (see `separation`). Shapes: h [n_local, K, c], labels and gids [n_local].
     """
     comm = comm or Comm()
     num_factors, width = h.shape[1:]
@@ -78,6 +78,7 @@ def _describe(
         "ci/accuracy_both": label_accuracy(h.flatten(1), labels, split),
         "ci/accuracy_majority": float(counts.max()) / labels.numel() if labels.numel() else 0.0,
     }
+    out["ci/silhouette"], out["ci/own_centre"] = separation(h.flatten(1), labels)
     return out | {f"ci/variance/{k}": float(value) for k, value in enumerate(variance)}
 
 
@@ -118,6 +119,23 @@ def mean_rank(x: Tensor, labels: Tensor, tol: float = RANK_TOL) -> int:
     mean = x.new_zeros(count.numel(), x.shape[1]).index_add_(0, position, x) / count.unsqueeze(1)
     values = torch.linalg.svdvals(mean)
     return int((values > tol * values[0]).sum()) if float(values[0]) > 0 else 0
+
+
+def separation(x: Tensor, labels: Tensor) -> tuple[float, float]:
+    """How well clusters stand apart: (mean of `(b - a) / max(a, b)`, share of rows with a < b).
+
+    a is a row's distance to the centre of its own cluster, b to the nearest other one: the silhouette with centres in place of all pairs.
+    (0, 0) with fewer than two clusters. x [n, d], labels [n].
+    """
+    classes, position, count = labels.unique(return_inverse=True, return_counts=True)
+    if classes.numel() < 2:
+        return 0.0, 0.0
+    centre = x.new_zeros(classes.numel(), x.shape[1]).index_add_(0, position, x) / count.unsqueeze(1)
+    distance = torch.cdist(x, centre)
+    own = distance.gather(1, position.unsqueeze(1)).squeeze(1)
+    other = distance.scatter(1, position.unsqueeze(1), float("inf")).min(dim=1).values
+    apart = (other - own) / torch.maximum(own, other).clamp(min=1e-12)
+    return float(apart.mean()), float((own < other).double().mean())
 
 
 def label_accuracy(x: Tensor, labels: Tensor, split: Tensor) -> float:

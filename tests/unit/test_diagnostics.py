@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cimage_dist.stats.diagnostics import conditional_hsic, describe_partition, jaccard, label_accuracy, mean_rank
+from cimage_dist.stats.diagnostics import conditional_hsic, describe_partition, jaccard, label_accuracy, mean_rank, separation
 from cimage_dist.types import CIScores
 
 
@@ -80,3 +80,25 @@ def test_accuracy_uses_held_out_rows() -> None:
 def test_jaccard() -> None:
     a, b = torch.tensor([True, True, False]), torch.tensor([False, True, True])
     assert jaccard(a, b) == pytest.approx(1 / 3) and jaccard(a, a) == 1.0 and jaccard(~(a | ~a), ~(a | ~a)) == 1.0
+
+
+def test_separation_of_clusters():
+    x = torch.tensor([[0.0, 0.0], [0.0, 2.0], [9.0, 1.0], [11.0, 1.0]], dtype=torch.float64)
+    labels = torch.tensor([3, 3, 8, 8])
+    silhouette, own = separation(x, labels)
+    far, near = 101**0.5, 1.0
+    expected = (2 * (far - near) / far + (9 - 1) / 9 + (11 - 1) / 11) / 4
+    assert silhouette == pytest.approx(expected) and own == 1.0
+    assert separation(x, torch.tensor([3, 8, 3, 8]))[1] < 1
+    assert separation(x, torch.zeros(4, dtype=torch.int64)) == (0.0, 0.0)
+    reference = sum(silhouette_samples_by_centres(x, labels)) / 4
+    assert silhouette == pytest.approx(reference)
+
+
+def silhouette_samples_by_centres(x, labels):
+    """Written out node by node."""
+    centres = {int(c): x[labels == c].mean(dim=0) for c in labels.unique()}
+    for row, label in zip(x, labels.tolist(), strict=True):
+        a = float((row - centres[label]).norm())
+        b = min(float((row - centre).norm()) for c, centre in centres.items() if c != label)
+        yield (b - a) / max(a, b)

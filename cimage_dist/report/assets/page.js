@@ -123,6 +123,26 @@ const draw = {
     });
     if (spec.series.length > 1) legend(body, spec.series.map(s => s.name));
   },
+  dots(body, spec, width) {
+    const gap = 26, top = 8, bottom = 40, right = 14, left = Math.min(width * .45, 16 + 6.3 * Math.max(...spec.rows.map(r => r.name.length)));
+    const height = top + gap * spec.rows.length + bottom, root = svg(body, width, height, spec.title);
+    let [lo, hi] = bounds(spec.rows.flatMap(r => [...r.values, r.published])); const room = (hi - lo || 1) * .05; lo -= room; hi += room;
+    const X = v => left + (v - lo) / (hi - lo) * (width - left - right);
+    for (const v of ticks(lo, hi, Math.max(2, Math.floor((width - left) / 80)))) { el(root, "line", {class: "axis", x1: X(v), x2: X(v), y1: top, y2: height - bottom}); el(root, "text", {x: X(v), y: height - bottom + 16, "text-anchor": "middle"}, short(v)); }
+    el(root, "text", {x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle"}, spec.x);
+    spec.rows.forEach((r, i) => {
+      const y = top + (i + .5) * gap, n = r.values.length, mean = n ? r.values.reduce((a, b) => a + b, 0) / n : null, std = n ? Math.sqrt(r.values.reduce((a, b) => a + (b - mean) ** 2, 0) / n) : 0;
+      el(root, "text", {class: "strong", x: left - 8, y: y + 4, "text-anchor": "end"}, r.name.length > left / 6.2 ? r.name.slice(0, Math.floor(left / 6.2) - 1) + "…" : r.name);
+      if (n) {
+        el(root, "line", {class: "shape", x1: X(mean - std), x2: X(mean + std), y1: y, y2: y, style: `stroke:${colour(0)}`, "stroke-width": 9, "stroke-opacity": .22});
+        for (const v of r.values) el(root, "circle", {class: "shape", cx: X(v).toFixed(1), cy: y, r: 3, style: `fill:${colour(0)}`, "fill-opacity": .55});
+        el(root, "line", {class: "shape", x1: X(mean), x2: X(mean), y1: y - 8, y2: y + 8, style: `stroke:${colour(0)}`, "stroke-width": 2.2});
+      }
+      if (r.published !== null) el(root, "path", {class: "shape", d: `M${X(r.published)},${y - 6}l6,6l-6,6l-6,-6z`, fill: "none", style: `stroke:${colour(1)}`, "stroke-width": 1.8});
+      watch(el(root, "rect", {x: 0, y: y - gap / 2, width, height: gap, fill: "transparent"}), () => [r.name, ...(n ? [`${short(mean)} ± ${short(std)} over ${n} seed${n > 1 ? "s" : ""}`] : []), ...(r.published !== null ? [`published ${short(r.published)}`] : [])].join("\n"));
+    });
+    legend(body, ["seeds, mean, standard deviation", ...(spec.rows.some(r => r.published !== null) ? ["published"] : [])]);
+  },
   scatter(body, spec, width, state) {
     const pick = (label, names, key) => {
       const row = html(body, "div", undefined, {class: "choices"}); html(row, "span", label);
