@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from cimage_dist.graph.store import Graph
 from cimage_dist.sweep.views import view_scores
 from cimage_dist.train.progress import Progress
 
+Train = Callable[[Config, Progress, Graph], dict[str, Any]]
 _KEPT = ("node", "cluster", "link", "graph", "fingerprint", "seed", "step", "edges")
 
 
-def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress) -> dict[str, Any]:
+def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: Train = stages.pretrain) -> dict[str, Any]:
     """Train and score, unless the result is there; a run directory that is there is gone on with."""
     target = cell.path(results)
     if target.is_file():
@@ -38,7 +40,7 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress) -> dict[
     if cell.degrade:
         cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npy", cell)
     began = time.perf_counter()
-    summary = _train(cfg, graph, progress)
+    summary = train(cfg, progress, graph)
     seconds = time.perf_counter() - began
     found = evaluate_run(cfg, graph=graph)
     result = {name: found.get(name) for name in _KEPT}
@@ -61,14 +63,6 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress) -> dict[
     }
     artifacts.write_json(target, result)
     return result
-
-
-def _train(cfg: Config, graph: Graph, progress: Progress) -> dict[str, Any]:
-    if cfg.resources.num_workers == 1:
-        return stages.pretrain(cfg, progress, graph)
-    from cimage_dist.runtime.ray_train import launch
-
-    return launch(cfg, progress)
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -117,7 +111,7 @@ def cell_command(cell: Cell, results: Path, runs: Path) -> list[str]:
         *([f"--extra={cell.extra}"] if cell.extra else []),
         *(["--degrade"] if cell.degrade else []),
     ]
-    return [sys.executable, "-m", "cimage_dist.bench.work", cell.config, cell.dataset, *flags, *(f"--set={text}" for text in cell.overrides)]
+    return [sys.executable, "-m", "cimage_dist.runtime.bench_work", cell.config, cell.dataset, *flags, *(f"--set={text}" for text in cell.overrides)]
 
 
 def shown(cell: Cell) -> str:

@@ -29,7 +29,7 @@ _LOG = logging.getLogger("cimage")
 LAM_RANGE = (1e-8, 1.0)
 MAX_SOLVES = 25
 MAX_RESCALES = 20
-_REFINE_SOLVES = 6  # spent on an exact hit once the count is near enough; a solve takes hundredths of a second
+_REFINE_SOLVES = 6  # spent on an exact hit once the count is near enough, in the first search of a run
 _MIN_WIDTH = 1e-3
 
 
@@ -163,9 +163,9 @@ class _Solves:
 
 
 def _search(solve: _Solves, target: int, start: float | None, is_warm: bool) -> tuple[_Trial, str]:
-    """Bisection of log λ, bracketed outward from `start` if there is one; a previous λ (`is_warm`) is kept while its count is near enough.
+    """Bisection of log λ, bracketed outward from `start` if there is one.
 
-    The nearest count wins, then the smaller λ.
+    From a previous λ (`is_warm`) the first count that is near enough ends it; else the nearest count wins, then the smaller λ.
     """
     tolerance = max(1, solve.num_factors // 16)
     low, high = math.log(LAM_RANGE[0]), math.log(LAM_RANGE[1])
@@ -179,7 +179,7 @@ def _search(solve: _Solves, target: int, start: float | None, is_warm: bool) -> 
         trial = solve(math.exp(x))
         trials.append(trial)
         gap = trial.size - target
-        if gap == 0 or (len(trials) == 1 and is_warm and abs(gap) <= tolerance and 0 < trial.size < solve.num_factors):
+        if gap == 0 or (is_warm and abs(gap) <= tolerance and 0 < trial.size < solve.num_factors):
             break
         if near_since is None and abs(gap) <= tolerance:
             near_since = len(trials)

@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.linalg import blas
+from scipy.linalg import lapack
 from torch import Tensor
 
 from cimage_dist.stats.hsic import HsicStats
-from cimage_dist.stats.quadratic import Array, inverse_logdet, jacobi, nonnegative_qp
+from cimage_dist.stats.quadratic import Array, Inverse, invert, jacobi, nonnegative_qp
 
 Inner = Literal["cd", "jacobi"]
 
@@ -88,7 +88,7 @@ def prepare_vi(stats: HsicStats, *, nu: float = 1.5) -> VIProblem:
     start = _State(ones, ones, ones, 1.0, math.inf)
     num_rows = float(max(stats.n * stats.block_size * stats.repeats, 1))
     bare = VIProblem(stats.b.numel(), keep, gram, cross, stats.y2, num_rows, nu, adaptive, start)
-    first = _outer_pass(bare, start, lambda precision, upper: blas.dsymv(1.0, upper, cross)) if keep.size else start
+    first = _outer_pass(bare, start, lambda precision, inverse: lapack.dpotrs(inverse.factor, cross)[0]) if keep.size else start
     return VIProblem(bare.num_features, keep, gram, cross, bare.y2, num_rows, nu, adaptive, first)
 
 
@@ -110,7 +110,7 @@ def solve_vi(
         index = np.flatnonzero(active)
         linear = problem.cross[index] - lam * state.sigma2 * problem.num_rows / problem.adaptive[index]
 
-        def l1_step(precision: Array, upper: Array, index: NDArray[np.int64] = index, linear: Array = linear, guess: Array = guess) -> Array:
+        def l1_step(precision: Array, inverse: Inverse, index: NDArray[np.int64] = index, linear: Array = linear, guess: Array = guess) -> Array:
             w = np.zeros_like(guess)
             step = nonnegative_qp if inner == "cd" else jacobi
             w[index] = step(precision[np.ix_(index, index)], linear, guess[index])
@@ -146,8 +146,8 @@ def solve_nnlasso(stats: HsicStats, beta: float, *, warm: Tensor | None = None, 
     return VIResult(torch.from_numpy(omega), sigma2, quadratic / 2 - float((cross - beta) @ w), 1, int((w > 0).sum()))
 
 
-def _outer_pass(problem: VIProblem, state: _State, weights: Callable[[Array, Array], Array]) -> _State:
-    """One pass of §6.5; `weights(P, upper triangle of P⁻¹)` gives the new w. The bound is the complete one, up to a constant:
+def _outer_pass(problem: VIProblem, state: _State, weights: Callable[[Array, Inverse], Array]) -> _State:
+    """One pass of §6.5; `weights(P, P⁻¹)` gives the new w. The bound is the complete one, up to a constant:
 
     `RSS/2σ² + Σ[(½ f g + 1)/ζ + (ν+½) ln ζ - ½ ln f] - ½ ln|Σ| + tr(GΣ)/2σ² + ½ R_eff ln 2πσ²`.
     """
@@ -155,14 +155,16 @@ def _outer_pass(problem: VIProblem, state: _State, weights: Callable[[Array, Arr
     g = state.w**2 + state.variance
     zeta = (1.0 + 0.5 * state.f * g) / (nu + 0.5)
     f = zeta / g
-    precision = gram + np.diag(state.sigma2 / g)
-    upper, logdet = inverse_logdet(precision)
-    w = weights(precision, upper)
-    variance = state.sigma2 * upper.diagonal()
-    trace = 2.0 * state.sigma2 * float(np.einsum("ij,ij->", gram.T, upper)) - float(gram.diagonal() @ variance)
+    added = state.sigma2 / g
+    precision = gram + np.diag(added)
+    inverse = invert(precision)
+    w = weights(precision, inverse)
+    variance = state.sigma2 * inverse.diagonal
+    # tr GP⁻¹ = tr (P - diag)P⁻¹, which needs the diagonal of P⁻¹ alone.
+    trace = state.sigma2 * (g.size - float((added + inverse.ridge) @ inverse.diagonal))
     rss = max(problem.y2 - 2.0 * float(problem.cross @ w) + float(w @ gram @ w), 0.0)
     sigma2 = max(rss + trace, _TINY * problem.y2, _TINY**2) / problem.num_rows
     prior = np.sum((0.5 * f * (w**2 + variance) + 1.0) / zeta + (nu + 0.5) * np.log(zeta) - 0.5 * np.log(f))
-    entropy = 0.5 * (g.size * math.log(state.sigma2) - logdet)
+    entropy = 0.5 * (g.size * math.log(state.sigma2) - inverse.logdet)
     bound = (rss + trace) / (2.0 * sigma2) + float(prior) - entropy + 0.5 * problem.num_rows * math.log(2.0 * math.pi * sigma2)
     return _State(w, variance, f, sigma2, bound)

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import nnls
 
 from cimage_dist.stats.hsic import HsicStats, block_statistics
-from cimage_dist.stats.quadratic import inverse_logdet, jacobi, nonnegative_qp
+from cimage_dist.stats.quadratic import invert, jacobi, nonnegative_qp
 from cimage_dist.stats.selection import prepare_vi, solve_nnlasso, solve_vi
 from tests import reference
 
@@ -59,13 +59,15 @@ def test_quadratic_programme_survives_singular_and_hopeless_input() -> None:
 
 
 def test_inverse_of_a_singular_matrix_gets_a_ridge() -> None:
-    matrix = np.diag([1.0, 2.0]) + 0.1
-    upper, logdet = inverse_logdet(matrix)
-    np.testing.assert_allclose((upper + np.triu(upper, 1).T) @ matrix, np.eye(2), atol=1e-12)
-    assert upper[1, 0] == 0
-    assert abs(logdet - np.linalg.slogdet(matrix)[1]) < 1e-12
-    upper, _ = inverse_logdet(np.array([[1.0, 1.0], [1.0, 1.0 - 1e-12]]))
-    assert np.isfinite(upper).all()
+    matrix = np.array([[1.1, 0.1, 0.3], [0.1, 2.1, 0.2], [0.3, 0.2, 0.9]])
+    found = invert(matrix)
+    np.testing.assert_allclose(found.diagonal, np.linalg.inv(matrix).diagonal(), rtol=1e-12)
+    np.testing.assert_allclose(found.factor.T @ found.factor, matrix, rtol=1e-12)
+    assert abs(found.logdet - np.linalg.slogdet(matrix)[1]) < 1e-12 and found.ridge == 0
+    twins = np.array([[1.0, 1.0], [1.0, 1.0 - 1e-12]])
+    found = invert(twins)
+    assert found.ridge == pytest.approx(1e-6, rel=1e-6)
+    np.testing.assert_allclose(found.diagonal, np.linalg.inv(twins + found.ridge * np.eye(2)).diagonal(), rtol=1e-6)
 
 
 def plain_vi(stats: HsicStats, lam: float) -> np.ndarray:

@@ -1,14 +1,27 @@
-"""`python -m cimage_dist.bench.work`: one cell in a process of its own, so that its memory is its own and several run side by side."""
+"""`python -m cimage_dist.runtime.bench_work`: one cell in a process of its own, so that its memory is its own and several run side by side."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from cimage_dist import stages
 from cimage_dist.bench.cell import run_cell
 from cimage_dist.bench.spec import Cell
+from cimage_dist.config import Config
 from cimage_dist.errors import UserError
+from cimage_dist.graph.store import Graph
 from cimage_dist.train.progress import Progress
+
+
+def train(cfg: Config, progress: Progress, graph: Graph) -> dict[str, Any]:
+    """In this process, or on Ray workers where the cell asks for several."""
+    if cfg.resources.num_workers == 1:
+        return stages.pretrain(cfg, progress, graph)
+    from cimage_dist.runtime.ray_train import launch
+
+    return launch(cfg, progress)
 
 
 def main() -> int:
@@ -23,7 +36,8 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     try:
-        run_cell(Cell(args.config, args.dataset, tuple(args.overrides), args.seed, args.extra, args.degrade), args.results, args.runs, Progress(quiet=True))
+        cell = Cell(args.config, args.dataset, tuple(args.overrides), args.seed, args.extra, args.degrade)
+        run_cell(cell, args.results, args.runs, Progress(quiet=True), train)
     except UserError as error:
         print(f"error: {error}", flush=True)
         return 2
