@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,7 @@ def write(project: Path, name: str = "small", **changes: Any) -> Path:
         ({"published": {"other": {"blocks": 1.0}}}, "published.other is no row"),
         ({"seeds": {"blocks": 0}}, "seeds.blocks=0"),
         ({"seeds": {"nothing": 1}}, "configs/node/nothing.yaml"),
+        ({"rows": ["shipped"]}, "rows and seeds must map"),
         ({"extra": "colours"}, "extra is 'colours'"),
         ({"rows": None, "grid": "configs/node/blocks.yaml"}, "grid must name a sweep file"),
     ],
@@ -133,6 +136,51 @@ def test_paired_differences():
     same = paired(ours[:3], ours[:3], "node.test")
     assert same is not None and same.mean == 0 and same.p is None
     assert spread([None]) == "-" and spread([1.0, None, 3.0]) == "2.00 ± 1.00 (2)"
+
+
+def test_rows_may_differ_by_dataset(project):
+    seeds = {"blocks": 1, "more": 1}
+    (project / "configs/node/more.yaml").write_text((project / "configs/node/blocks.yaml").read_text())
+    rows = {"shipped": [], "weighted": {"blocks": ["loss.cluster_weight=0.3"], "more": "loss.cluster_weight=0.4"}}
+    table = load_table(write(project, seeds=seeds, rows=rows, published=None, against=None))
+    assert [(c.dataset, c.overrides) for c in table.cells()] == [
+        ("blocks", ()),
+        ("blocks", ("loss.cluster_weight=0.3",)),
+        ("more", ()),
+        ("more", ("loss.cluster_weight=0.4",)),
+    ]
+    fill(table, project / "results", "weighted", [80.0, 90.0])
+    assert "| **weighted** | 80.00 ± 0.00 (1) | 90.00 ± 0.00 (1) |" in "\n".join(render_table(table, project / "results"))
+    with pytest.raises(UserError, match=r"rows\.weighted has nothing for more"):
+        load_table(write(project, seeds=seeds, rows=rows | {"weighted": {"blocks": []}}, published=None, against=None))
+
+
+def test_cells_of_one_run_directory_take_turns(project):
+    plain = load_table(write(project))
+    extra = load_table(write(project, "views", extra="views", scores={"views.f1.test": "F1"}, against=None, published=None, controls=False))
+    cells = [*plain.cells(), *extra.cells()]
+    assert len({(c.run_folder, c.seed) for c in cells}) == len(cells) / 2
+    at_work: set[str] = set()
+    guard, most = threading.Lock(), []
+
+    def execute(command: list[str]) -> tuple[int, str]:
+        key = " ".join(part for part in command if part.startswith(("--seed", "--set")))
+        with guard:
+            assert key not in at_work, "two processes in one run directory"
+            at_work.add(key)
+            most.append(len(at_work))
+        time.sleep(0.02)
+        with guard:
+            at_work.remove(key)
+        return 0, ""
+
+    assert make(cells, project / "results", project / "runs", 4, execute, lambda done, total, what: None) == []
+    assert len(most) == len(cells) and max(most) > 1
+
+
+def test_the_number_of_workers_names_a_row(project):
+    table = load_table(write(project, rows={"one": [], "two": ["resources.num_workers=2"]}, published=None, against=None))
+    assert {c.folder.rpartition("/")[2] for c in table.cells()} == {"as-shipped", "resources.num_workers=2"}
 
 
 def test_a_failing_run_does_not_stop_the_others(project):
