@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import resource
-import shlex
 import subprocess
 import sys
 import time
@@ -115,4 +114,4 @@ def cell_command(cell: Cell, results: Path, runs: Path) -> list[str]:
 
 
 def shown(cell: Cell) -> str:
-    return shlex.join([cell.folder, f"seed {cell.seed}"])
+    return f"{cell.folder}, seed {cell.seed}"

@@ -79,10 +79,7 @@ def prepare_vi(stats: HsicStats, *, nu: float = 1.5) -> VIProblem:
     gram, cross = stats.G.numpy()[np.ix_(keep, keep)], stats.b.numpy()[keep]
     adaptive = np.zeros(keep.size)
     if keep.size:
-        values, vectors = np.linalg.eigh(gram)
-        if values[0] * _MAX_CONDITION <= values[-1]:
-            values = np.maximum(values, 0.0) + _RIDGE * np.trace(gram) / keep.size
-        adaptive = np.abs(vectors @ ((vectors.T @ cross) / values))
+        adaptive = np.abs(_solve(gram, cross))
         adaptive = np.maximum(adaptive, max(_RIDGE * adaptive.max(), _TINY))
     ones = np.ones(keep.size)
     start = _State(ones, ones, ones, 1.0, math.inf)
@@ -90,6 +87,16 @@ def prepare_vi(stats: HsicStats, *, nu: float = 1.5) -> VIProblem:
     bare = VIProblem(stats.b.numel(), keep, gram, cross, stats.y2, num_rows, nu, adaptive, start)
     first = _outer_pass(bare, start, lambda precision, inverse: lapack.dpotrs(inverse.factor, cross)[0]) if keep.size else start
     return VIProblem(bare.num_features, keep, gram, cross, bare.y2, num_rows, nu, adaptive, first)
+
+
+def _solve(gram: Array, cross: Array) -> Array:
+    """`G⁻¹b`, or with a condition number (LAPACK's estimate, 1-norm) above 1e10 `(G + εI)⁻¹b`, `ε = 1e-6 tr(G)/D`."""
+    factor, info = lapack.dpotrf(gram.T, lower=0)
+    reciprocal = lapack.dpocon(factor, np.abs(gram).sum(axis=0).max(), uplo="U")[0] if info == 0 else 0.0
+    if reciprocal * _MAX_CONDITION <= 1.0:
+        factor, _ = lapack.dpotrf((gram + _RIDGE * np.trace(gram) / gram.shape[0] * np.eye(gram.shape[0])).T, lower=0)
+    solution: Array = lapack.dpotrs(factor, cross)[0]
+    return solution
 
 
 def solve_vi(
