@@ -28,7 +28,7 @@ from cimage_dist.runtime.ray_session import start_ray
 from cimage_dist.runtime.ray_train import absolute
 from cimage_dist.runtime.tune_trial import TrialProcess
 from cimage_dist.sweep.finish import finish, write_pages
-from cimage_dist.sweep.ledger import Ledger, Outcome, Trial, locked
+from cimage_dist.sweep.ledger import Ledger, Outcome, Trial, locked, read_records
 from cimage_dist.sweep.live import Board
 from cimage_dist.sweep.plan import Plan
 from cimage_dist.sweep.prepare import prepare
@@ -142,7 +142,9 @@ class Judge(FIFOScheduler):
         decision: str = self.rule.on_trial_result(tune_controller, trial, result)
         if decision == TrialScheduler.STOP:
             reason = f"stopped by {self.steward.sweep.settings.scheduler} after {result['epoch']:g} epochs"
-            self.steward.ledger.finish(own.id, Outcome("stopped", result["score"], result["epoch"], result["step"], ended=time.time(), reason=reason))
+            ledger = self.steward.ledger
+            spent = sum(record.get("seconds", 0.0) for record in read_records(ledger.folder(own.id)) if record["kind"] == "train")
+            ledger.finish(own.id, Outcome("stopped", result["score"], result["epoch"], result["step"], round(spent, 3), ended=time.time(), reason=reason))
         return decision
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:

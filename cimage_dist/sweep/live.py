@@ -10,6 +10,7 @@ from cimage_dist.sweep.ledger import Ledger, Outcome, Trial, standings
 from cimage_dist.sweep.spec import Sweep
 
 _ROWS = 18
+_MOST_COLUMNS = 4
 _MARKS = {"done": "[green]done[/]", "stopped": "[yellow]stopped[/]", "failed": "[red]failed[/]", "running": "[cyan]running[/]"}
 
 
@@ -19,6 +20,21 @@ def short(key: str) -> str:
 
 def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def headings(keys: list[str]) -> list[str]:
+    """One column for each setting while they fit a terminal, else one for all."""
+    return [short(key) for key in keys] if len(keys) <= _MOST_COLUMNS else ["settings"]
+
+
+def settings(values: dict[str, Any], keys: list[str]) -> list[str]:
+    shown = [number(values.get(key)) for key in keys]
+    return shown if len(keys) <= _MOST_COLUMNS else [", ".join(f"{short(key)} {text}" for key, text in zip(keys, shown, strict=True))]
+
+
+def add_columns(table: Any, names: list[str]) -> None:
+    for name in names:
+        table.add_column(name, justify="left" if name in ("trial", "state", "settings") else "right", overflow="fold")
 
 
 class Board:
@@ -84,15 +100,14 @@ class Board:
         rows = [row for row in standings(self.ledger, "search") if row.mean is not None and row.status != "running"]
         best = f", best {rows[0].mean:.2f} (point {rows[0].point})" if rows else ""
         table = Table(title=f"{self.sweep.name}: {len(self.ledger.outcomes)} trials over, {len(self.latest)} running{best}", title_justify="left")
-        for name in ("trial", *map(short, keys), "epoch", "val score", "state"):
-            table.add_column(name, justify="left" if name in ("trial", "state") else "right")
+        add_columns(table, ["trial", "epoch", "val score", "state", *headings(keys)])
         over = [trial for trial in self.ledger.trials.values() if trial.id in self.ledger.outcomes]
         for trial in [*over[-max(1, _ROWS - len(self.latest)) :], *[self.ledger.trials[name] for name in self.latest]]:
             found = self.ledger.outcomes.get(trial.id)
             now = self.latest.get(trial.id, {})
             score, epoch = (found.score, found.epochs) if found else (now.get("score"), now.get("epoch"))
             shown = ["-" if value is None else number(float(value)) for value in (epoch, score)]
-            table.add_row(trial.id, *[number(trial.values.get(key)) for key in keys], *shown, _MARKS[found.status if found else "running"])
+            table.add_row(trial.id, *shown, _MARKS[found.status if found else "running"], *settings(trial.values, keys))
         return table
 
 
@@ -106,13 +121,10 @@ def print_summary(result: dict[str, Any], keys: list[str]) -> None:
         if not result[stage]:
             continue
         table = Table(title=title, title_justify="left")
-        for name in ("point", *map(short, keys), "mean", "± std", "seeds", "state"):
-            table.add_column(name, justify="left" if name == "state" else "right")
+        add_columns(table, ["point", "mean", "± std", "seeds", "state", *headings(keys)])
         for row in result[stage][:15]:
             mean = "-" if row["mean"] is None else f"{row['mean']:.2f}"
-            table.add_row(
-                str(row["point"]), *[number(row["values"].get(key)) for key in keys], mean, f"{row['std']:.2f}", str(len(row["scores"])), _MARKS[row["status"]]
-            )
+            table.add_row(str(row["point"]), mean, f"{row['std']:.2f}", str(len(row["scores"])), _MARKS[row["status"]], *settings(row["values"], keys))
         console.print(table)
     counts = result["trials"]
     lines = [", ".join(f"{count} {name}" for name, count in counts.items() if count) + f"; {result['epochs_trained']:g} epochs in all"]
