@@ -6,6 +6,7 @@ Heavy imports happen inside the verbs, so that `cimage --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -84,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     try:
-        result = args.do(args)
+        # Libraries print what they like (Ray: that a worker died); with --json standard output is for the object alone.
+        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+            result = args.do(args)
         if args.json:
             print(json.dumps(result, indent=2))
         sys.stdout.flush()

@@ -223,7 +223,7 @@ def _run(steward: Steward, cfg: Config) -> None:
             num_samples=-1,
             search_alg=PlanSearcher(steward),
             scheduler=FIFOScheduler() if rule is None else Judge(steward, rule),
-            reuse_actors=True,
+            reuse_actors=cfg.resources.num_workers == 1,  # a Train run costs more than a new process, and leaves its traces in one
             max_concurrent_trials=most,
         ),
         run_config=tune.RunConfig(

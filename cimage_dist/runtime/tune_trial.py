@@ -121,8 +121,6 @@ class TrialProcess(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()
-        if self.is_parallel:
-            return False  # a Train run costs more than a new process, and leaves no trace in one
         self.setup(new_config)
         return True
 

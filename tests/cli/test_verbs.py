@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from cimage_dist import __version__
 from cimage_dist.cli import main, parse
+from cimage_dist.commands import runs
 from cimage_dist.commands.common import command_of, split_settings
 from cimage_dist.config_loading import known_keys, load_config
 from tests.cli.conftest import TRAINING, Cli, command, environment, own_graph, process
@@ -301,3 +302,14 @@ def test_seeds_change_the_run_and_nothing_else_does(cli: Cli, tiny: list[str], t
     torch.testing.assert_close(weights(tmp_path / "same"), weights(trained), rtol=0, atol=0)
     name = "model.encoder.linear.weight"
     assert not torch.equal(weights(tmp_path / "other")[name], weights(trained)[name])
+
+
+def test_with_json_standard_output_holds_the_object_alone(monkeypatch, capsys) -> None:
+    def noisy(args: object) -> dict[str, int]:
+        print("what a library says")
+        return {"answer": 1}
+
+    monkeypatch.setattr(runs, "do_doctor", noisy)
+    assert main(["doctor", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"answer": 1} and "what a library says" in said.err
