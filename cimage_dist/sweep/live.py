@@ -61,6 +61,10 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune pickles its callbacks; a live display cannot be, and a copy needs none."""
+        return self.__dict__ | {"_live": None}
+
     def note(self, text: str) -> None:
         if self.quiet:
             return
