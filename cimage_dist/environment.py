@@ -7,7 +7,9 @@ import importlib.util
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("cimage-dist", "torch", "torch-geometric", "ray", "numpy", "scikit-learn", "omegaconf", "safetensors", "pyarrow")
@@ -37,6 +39,22 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the argument is a C int
+
+
+def forget_peak_memory() -> None:
+    """Start the process's peak of resident memory anew, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Most resident memory of this process so far, or since it was last forgotten, in bytes."""
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def package_version(name: str) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import resource
 import subprocess
 import sys
 import time
@@ -38,6 +38,9 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
     graph = open_graph(cfg.data)
     if cell.degrade:
         cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npy", cell)
+    # The controls are those of the shipped config: once is enough.
+    cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, controls=cell.folder.endswith("/as-shipped")))
+    environment.forget_peak_memory()
     began = time.perf_counter()
     summary = train(cfg, progress, graph)
     seconds = time.perf_counter() - began
@@ -56,7 +59,7 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
         "config_fingerprint": fingerprint(cell.load()),
         "steps": summary["steps"],
         "seconds": round(seconds, 1),
-        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "peak_rss_gb": round(environment.peak_memory() / 1e9, 2),
         "commit": code_commit(),
         "environment": {name: facts[name] for name in ("python", "platform", "cpu_count", "torch_threads", "packages")},
     }

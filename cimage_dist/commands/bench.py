@@ -30,7 +30,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def do_bench(args: argparse.Namespace) -> Any:
     from cimage_dist.bench.render import outdated, render_document
-    from cimage_dist.bench.run import Execute, here, make, missing
+    from cimage_dist.bench.run import Execute, KeptProcesses, make, missing
     from cimage_dist.bench.spec import load_table, load_tables
     from cimage_dist.errors import UserError
 
@@ -55,17 +55,21 @@ def do_bench(args: argparse.Namespace) -> Any:
     failed = []
     if cells and not args.render:
         progress = progress_of(args)
-        execute: Execute = here
+        kept = KeptProcesses()
+        execute: Execute = kept
         room = os.cpu_count() or 1
         if args.on == "ray":
             from cimage_dist.runtime.ray_bench import on_ray
 
             execute, room = on_ray()
         progress.note(f"{len(cells)} runs, {args.jobs or room} at a time")
-        failed = make(
-            cells, args.results, args.runs, args.jobs or room, execute, lambda done, total, what: progress.update(done, total, {}, f"bench, last {what}")
-        )
-        progress.close()
+        try:
+            failed = make(
+                cells, args.results, args.runs, args.jobs or room, execute, lambda done, total, what: progress.update(done, total, {}, f"bench, last {what}")
+            )
+        finally:
+            kept.close()
+            progress.close()
     if args.document.is_file():
         render_document(args.document, every or tables, args.results)
     for name in old:

@@ -1,8 +1,9 @@
-"""`python -m cimage_dist.runtime.bench_work`: one cell in a process of its own, so that its memory is its own and several run side by side."""
+"""`python -m cimage_dist.runtime.bench_work`: one cell of a table, beside others in their own processes."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from cimage_dist import stages
 from cimage_dist.bench.cell import run_cell
 from cimage_dist.bench.spec import Cell
 from cimage_dist.config import Config
-from cimage_dist.errors import UserError
+from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.graph.store import Graph
 from cimage_dist.train.progress import Progress
 
@@ -24,7 +25,7 @@ def train(cfg: Config, progress: Progress, graph: Graph) -> dict[str, Any]:
     return launch(cfg, progress)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config")
     parser.add_argument("dataset")
@@ -34,13 +35,16 @@ def main() -> int:
     parser.add_argument("--extra")
     parser.add_argument("--degrade", action="store_true")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     try:
         cell = Cell(args.config, args.dataset, tuple(args.overrides), args.seed, args.extra, args.degrade)
         run_cell(cell, args.results, args.runs, Progress(quiet=True), train)
     except UserError as error:
         print(f"error: {error}", flush=True)
         return 2
+    except Interrupted as stop:
+        print(f"error: {stop}", flush=True)
+        return 128 + stop.signum
     return 0
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from cimage_dist.bench.cell import degraded_labels
+from cimage_dist.bench.cell import cell_command, degraded_labels
 from cimage_dist.bench.low_labels import gcn_accuracy, low_label_scores, ratio_split
 from cimage_dist.bench.render import document, paired, render_table, spread
-from cimage_dist.bench.run import make, missing
+from cimage_dist.bench.run import KeptProcesses, make, missing
 from cimage_dist.bench.spec import Cell, Table, load_table, load_tables
 from cimage_dist.cli import main
 from cimage_dist.config_loading import load_config
@@ -176,6 +177,33 @@ def test_cells_of_one_run_directory_take_turns(project):
 
     assert make(cells, project / "results", project / "runs", 4, execute, lambda done, total, what: None) == []
     assert len(most) == len(cells) and max(most) > 1
+
+
+def test_kept_processes(project, monkeypatch):
+    """Two commands in one process; a process that dies fails its command alone and is replaced; none outlives the command."""
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    table = load_table(write(project))
+    commands = [cell_command(cell, project / "results", project / "runs") for cell in table.cells()[:2]]
+    before = set(psutil.Process().children())
+
+    def workers() -> list[psutil.Process]:
+        return [p for p in psutil.Process().children() if p not in before and "spawn_main" in " ".join(p.cmdline())]
+
+    kept = KeptProcesses()
+    try:
+        assert kept(commands[0]) == (0, "")
+        (child,) = workers()
+        assert kept([*commands[1], "--set=loss.cluster_wait=1"])[0] == 2 and workers() == [child]
+        child.kill()
+        code, said = kept(commands[1])
+        assert code == 1 and "out of memory" in said
+        assert kept(commands[1]) == (0, "")
+        (other,) = workers()
+        assert other != child
+    finally:
+        kept.close()
+    assert psutil.wait_procs([other], timeout=20)[1] == []
 
 
 def test_the_number_of_workers_names_a_row(project):
