@@ -92,8 +92,8 @@ def test_shipped_tables_load(monkeypatch):
     assert [t.name for t in tables][:3] == ["node", "link", "partition"]
     by_name = {t.name: t for t in tables}
     assert by_name["k_node"].rows["8"]["cora"] == ("model.num_factors=8",), "the points of the sweep file"
-    sixteen = next(c for c in by_name["k_node"].cells() if c.dataset == "cora" and c.overrides == ("model.num_factors=16",))
-    assert sixteen.folder == "node/cora/as-shipped", "the same run as in the main table"
+    eight = next(c for c in by_name["k_node"].cells() if c.dataset == "cora" and c.overrides == ("model.num_factors=8",))
+    assert eight.folder == "node/cora/as-shipped", "the same run as in the main table"
 
 
 def test_tables_share_runs_and_early_seeds_come_first(project):
