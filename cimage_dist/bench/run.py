@@ -71,6 +71,8 @@ class KeptProcesses:
             os.environ.setdefault(name, value)  # read when a new process loads its libraries
 
     def __call__(self, command: list[str]) -> tuple[int, str]:
+        if any(word.startswith("--set=resources.num_workers=") for word in command):
+            return here(command)  # starts Ray, which is to end with the run
         if not hasattr(self._own, "pool"):
             self._own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
             self._all.append(self._own.pool)
