@@ -30,12 +30,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hardware import facts, headline
 
-NODES, DEGREE = 20_000, 20
+NODES, DEGREE = 200_000, 20  # so many that the neighbourhood of a batch is a small part of them
 GRAPH = ["data.name=sbm", f"data.sbm.num_nodes={NODES}", f"data.sbm.avg_degree={DEGREE}"]
 MODEL = ["model.num_factors=8", "model.factor_dim=16", "model.num_layers=2", "loss.factor_weight=0.5", "loss.cluster_weight=0.1", "cluster.init=propagated"]
 LOGGED = 2  # steps to a record
-TRAINING = ["sampler.fanouts=[10,10,5]", "ci.every_steps=40", f"run.log_every={LOGGED}", "run.tensorboard=false", "resources.threads=1", "train.epochs=1000"]
+TRAINING = ["sampler.fanouts=[10,10,5]", "ci.every_steps=100", f"run.log_every={LOGGED}", "run.tensorboard=false", "resources.threads=1", "train.epochs=1000"]
 WARM_STEPS = 20
+FEWEST = 4  # records of a turn
 PARTS = ("sampling", "step", "exchange")
 
 
@@ -72,11 +73,15 @@ class Case:
         self.seen = len(self.read("train"))
         self.send(signal.SIGCONT)
 
-    def halt(self) -> float:
-        """Suspend; seed edges per second of this turn. The first record spans the pause, those with a refresh are told apart."""
-        self.send(signal.SIGSTOP)
+    def of_turn(self) -> list[dict[str, Any]]:
+        """The records of this turn that count: the first spans the pause, those with a refresh are told apart."""
         refreshed = {record["step"] for record in self.read("ci")}
-        found = [r for r in self.read("train")[self.seen + 1 :] if not any(r["step"] - LOGGED <= step < r["step"] for step in refreshed)]
+        return [r for r in self.read("train")[self.seen + 1 :] if not any(r["step"] - LOGGED <= step < r["step"] for step in refreshed)]
+
+    def halt(self) -> float:
+        """Suspend; seed edges per second of this turn."""
+        self.send(signal.SIGSTOP)
+        found = self.of_turn()
         self.records += found
         return sum(r["edges_per_s"] * r["seconds"] for r in found) / sum(r["seconds"] for r in found)
 
@@ -84,7 +89,7 @@ class Case:
         spent = {part: statistics.median(r[f"{part}_s"] / LOGGED for r in self.records) for part in PARTS}
         return {
             "seconds_per_step": {name: round(value, 5) for name, value in spent.items()},
-            "refresh_s": statistics.median(r["seconds"] for r in self.read("ci")),
+            "refresh_s": min(r["seconds"] for r in self.read("ci")),  # a longer one may span a pause
             "memory_gb": self.records[-1]["memory_gb"],
             "records": len(self.records),
         }
@@ -107,6 +112,8 @@ def turn(cases: Sequence[Case], seconds: float) -> float:
     for case in cases:
         case.go()
     time.sleep(seconds)
+    while any(len(case.of_turn()) < FEWEST for case in cases):  # a refresh took the time
+        time.sleep(0.5)
     return sum(case.halt() for case in cases)
 
 
@@ -155,7 +162,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=1024, help="seed edges of a worker")
+    parser.add_argument("--batch", type=int, default=128, help="seed edges of a worker")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
