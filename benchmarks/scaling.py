@@ -30,8 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hardware import facts, headline
 
-NODES, DEGREE = 200_000, 20  # so many that the neighbourhood of a batch is a small part of them
-GRAPH = ["data.name=sbm", f"data.sbm.num_nodes={NODES}", f"data.sbm.avg_degree={DEGREE}"]
+GRAPH = ["data.name=sbm", "data.sbm.avg_degree=20"]
 MODEL = ["model.num_factors=8", "model.factor_dim=16", "model.num_layers=2", "loss.factor_weight=0.5", "loss.cluster_weight=0.1", "cluster.init=propagated"]
 LOGGED = 2  # steps to a record
 TRAINING = ["sampler.fanouts=[10,10,5]", "ci.every_steps=100", f"run.log_every={LOGGED}", "run.tensorboard=false", "resources.threads=1", "train.epochs=1000"]
@@ -43,12 +42,12 @@ PARTS = ("sampling", "step", "exchange")
 class Case:
     """A command that is suspended except in its turns."""
 
-    def __init__(self, folder: Path, name: str, workers: int, batch: int) -> None:
+    def __init__(self, folder: Path, name: str, nodes: int, workers: int, batch: int) -> None:
         """`workers` 0 stands for --on local."""
         self.root, self.seen = folder / name, 0
         self.records: list[dict[str, Any]] = []
         where = ["--on", "ray", f"resources.num_workers={workers}"] if workers else []
-        own = [f"sampler.batch_edges={batch}", f"data.store_dir={folder / 'data'}", f"run.dir={self.root}"]
+        own = [f"data.sbm.num_nodes={nodes}", f"sampler.batch_edges={batch}", f"data.store_dir={folder / 'data'}", f"run.dir={self.root}"]
         words = [sys.executable, "-m", "cimage_dist.cli", "pretrain", *GRAPH, *MODEL, *TRAINING, *own, *where, "--quiet"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "RAY_TMPDIR": str(folder / "ray")}
         self.process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -97,12 +96,9 @@ class Case:
     def end(self) -> None:
         self.send(signal.SIGCONT)
         self.process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(60)
-        self.send_last()
-
-    def send_last(self) -> None:
-        if self.process.poll() is None:
+        except subprocess.TimeoutExpired:
             self.send(signal.SIGKILL)
             self.process.wait()
 
@@ -162,6 +158,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=200_000, help="of the graph; with few, the neighbourhood of a batch is all of it")
     parser.add_argument("--batch", type=int, default=128, help="seed edges of a worker")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
@@ -177,7 +174,7 @@ def main() -> None:
         cases: dict[str, Case] = {}
         try:
             for case, size in sizes.items():
-                cases[case] = Case(folder, case.replace(" ", "").replace(",", "-"), *size)
+                cases[case] = Case(folder, case.replace(" ", "").replace(",", "-"), args.nodes, *size)
                 print(f"  {case} runs", flush=True)
             turns = {"local": ["local"], "apart": ["local", "other"], "ray 1": ["ray 1"], "ray 2, weak": ["ray 2, weak"], "ray 2, strong": ["ray 2, strong"]}
             for number in range(args.rounds):
@@ -196,7 +193,7 @@ def main() -> None:
         print(f"{name}: {found['median']:.3f} (middle half of {args.rounds} rounds: {found['lower_quartile']:.3f} to {found['upper_quartile']:.3f})")
     print(f"all-reduce between two processes: {1e6 * link['alpha_s']:.0f} us + {1e9 * link['beta_s_per_byte']:.3f} ns per byte")
     if args.json:
-        body = {"machine": facts(1), "batch": args.batch, "turn_s": args.seconds, "ratios": middle, "ratios_by_round": told}
+        body = {"machine": facts(1), "nodes": args.nodes, "batch": args.batch, "turn_s": args.seconds, "ratios": middle, "ratios_by_round": told}
         args.json.write_text(json.dumps(body | {"edges_per_s": rounds, "cases": shares, "all_reduce": link}, indent=2) + "\n")
 
 
