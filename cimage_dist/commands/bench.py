@@ -30,7 +30,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def do_bench(args: argparse.Namespace) -> Any:
     from cimage_dist.bench.render import outdated, render_document
-    from cimage_dist.bench.run import Execute, KeptProcesses, make, missing
+    from cimage_dist.bench.run import Execute, make, missing
     from cimage_dist.bench.spec import load_table, load_tables
     from cimage_dist.errors import UserError
 
@@ -55,6 +55,8 @@ def do_bench(args: argparse.Namespace) -> Any:
     failed = []
     if cells and not args.render:
         progress = progress_of(args)
+        from cimage_dist.runtime.bench_processes import KeptProcesses
+
         kept = KeptProcesses()
         execute: Execute = kept
         room = os.cpu_count() or 1

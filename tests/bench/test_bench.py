@@ -16,12 +16,13 @@ import torch
 from cimage_dist.bench.cell import cell_command, degraded_labels
 from cimage_dist.bench.low_labels import gcn_accuracy, low_label_scores, ratio_split
 from cimage_dist.bench.render import document, paired, render_table, spread
-from cimage_dist.bench.run import KeptProcesses, make, missing
+from cimage_dist.bench.run import make, missing
 from cimage_dist.bench.spec import Cell, Table, load_table, load_tables
 from cimage_dist.cli import main
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.graph.ingest import open_graph
+from cimage_dist.runtime.bench_processes import KeptProcesses
 from tests.conftest import small_sbm_settings
 
 ROOT = Path(__file__).parents[2]
