@@ -73,10 +73,13 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def code_commit() -> str | None:
-    """The commit of the code, marked when the tree had changes; None outside a repository."""
-    folder = Path(__file__).parent
-    found = subprocess.run(["git", "-C", str(folder), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return found.stdout.strip() or None
+    """The commit of the code, marked when code or configs had changes since; None outside a repository."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(Path(__file__).parents[2]), *words], capture_output=True, text=True).stdout.strip()
+
+    commit = git("describe", "--always")
+    return f"{commit}-dirty" if commit and git("status", "--porcelain", "--", "cimage_dist", "configs") else commit or None
 
 
 def degraded_labels(y: Tensor, accuracy: float, seed: int) -> Tensor:
