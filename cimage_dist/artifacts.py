@@ -1,7 +1,7 @@
 """Files on disk: write to a temporary name, then commit by rename; manifests with checksums; the run directory's paths.
 
 Nothing here ever leaves a half-written file under its final name. A killed writer leaves only names starting with
-`.tmp-`, which readers ignore and the next writer removes.
+`.tmp-`, which readers ignore; a later writer that knows itself to be alone removes them (`remove_leftovers`).
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ def prune(folder: Path, keep: int) -> None:
     for step in steps(folder)[:-keep]:
         if _name(step) != best:
             artifacts.remove_dir(folder / _name(step))
-    artifacts.remove_leftovers(folder, "step")
+    for name in ("step", "LATEST", "BEST"):
+        artifacts.remove_leftovers(folder, name)
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -78,6 +78,8 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
         checkpoint.save(tmp_path, step, tensors(step), {})
     checkpoint.point(tmp_path, "BEST", 2)
     (tmp_path / f"{artifacts.TMP_PREFIX}step-00000099-dead").mkdir()
+    for pointer in ("LATEST", "BEST"):  # a kill while a pointer was written
+        (tmp_path / f"{artifacts.TMP_PREFIX}{pointer}-dead").touch()
     checkpoint.prune(tmp_path, keep=2)
     assert checkpoint.steps(tmp_path) == [2, 5, 6]
     assert not list(tmp_path.glob(f"{artifacts.TMP_PREFIX}*"))
