@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/bench"), metavar="FOLDER", help="run directories (default runs/bench)")
     parser.add_argument("--document", type=Path, default=Path("docs/RESULTS.md"), metavar="FILE", help="where tables are rendered (default docs/RESULTS.md)")
-    parser.epilog = "example: cimage bench node ablation_parts --seeds 3"
+    parser.epilog = "example: cimage bench node parts --seeds 3"
 
 
 def do_bench(args: argparse.Namespace) -> Any:
@@ -55,23 +56,22 @@ def do_bench(args: argparse.Namespace) -> Any:
     failed = []
     if cells and not args.render:
         progress = progress_of(args)
-        from cimage_dist.runtime.bench_processes import KeptProcesses
+        execute: Execute
+        with ExitStack() as closing:
+            closing.callback(progress.close)
+            if args.on == "ray":
+                from cimage_dist.runtime.ray_bench import on_ray
 
-        kept = KeptProcesses()
-        execute: Execute = kept
-        room = os.cpu_count() or 1
-        if args.on == "ray":
-            from cimage_dist.runtime.ray_bench import on_ray
+                execute, room = on_ray()
+            else:
+                from cimage_dist.runtime.bench_processes import KeptProcesses
 
-            execute, room = on_ray()
-        progress.note(f"{len(cells)} runs, {args.jobs or room} at a time")
-        try:
-            failed = make(
-                cells, args.results, args.runs, args.jobs or room, execute, lambda done, total, what: progress.update(done, total, {}, f"bench, last {what}")
-            )
-        finally:
-            kept.close()
-            progress.close()
+                kept, room = KeptProcesses(), os.cpu_count() or 1
+                closing.callback(kept.close)
+                execute = kept
+            jobs = args.jobs or room
+            progress.note(f"{len(cells)} runs, {jobs} at a time")
+            failed = make(cells, args.results, args.runs, jobs, execute, lambda done, total, what: progress.update(done, total, {}, f"bench, last {what}"))
     if args.document.is_file():
         render_document(args.document, every or tables, args.results)
     for name in old:
