@@ -2,7 +2,7 @@
 
     python benchmarks/step.py [cora] [photo] [--threads 2] [--steps 15] [--backend auto|reference] [key=value ...]
 
-Settings are those of configs/node/<name>.yaml with the full gradient (model.routing_grad=full); the partition of the factors is a random half, as
+Settings are those of configs/node/<name>.yaml in the published sizes (released.py) and with the full gradient (model.routing_grad=full); the partition of the factors is a random half, as
 its making is timed by benchmarks/ci_refresh.py. Needs the datasets below CIMAGE_DATA_ROOT. The parts are torch's profiler's, of three further steps.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from hardware import headline
+from released import SIZES
 from torch.profiler import ProfilerActivity, profile
 
 from cimage_dist.comm import Comm
@@ -47,7 +48,7 @@ def parts(events: Any) -> dict[str, float]:
 
 
 def measure(name: str, args: argparse.Namespace, folder: str) -> None:
-    overrides = ["model.routing_grad=full", f"model.routing_backend={args.backend}", f"data.store_dir={folder}", *args.settings]
+    overrides = ["model.routing_grad=full", f"model.routing_backend={args.backend}", f"data.store_dir={folder}", *SIZES[name], *args.settings]
     cfg = load_config(ROOT / "configs" / "node" / f"{name}.yaml", overrides=overrides)
     graph = open_graph(cfg.data)
     trainer = Trainer(cfg, graph, graph.topology(), Comm())
@@ -72,7 +73,7 @@ def measure(name: str, args: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=["cora", "photo"])
+    parser.add_argument("names", nargs="*", default=["cora", "photo"], metavar="name or key=value", help="cora, photo (default: both), then settings")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--backend", default="auto", choices=("auto", "reference"))
