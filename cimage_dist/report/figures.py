@@ -12,7 +12,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.report.charts import Chart
 
 # The page's colours on white.
-PALETTE = ("#0f766e", "#c2410c", "#4f46e5", "#b45309", "#be185d", "#0369a1", "#4d7c0f", "#7e22ce", "#b91c1c", "#525252")
+PALETTE = ("#0f766e", "#c2410c", "#4f46e5", "#ca8a04", "#be185d", "#0369a1", "#4d7c0f", "#7e22ce", "#b91c1c", "#525252")
 _STYLE: Any = {
     "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False, "svg.fonttype": "none",
     "figure.figsize": (3.4, 2.4), "savefig.dpi": 300, "savefig.bbox": "tight",

@@ -46,7 +46,7 @@ def partition_charts(records: Records, num_factors: int) -> list[Chart]:
     return [
         lines("Size of the first context", f"Factors in F1 at each refresh, of {num_factors}.", "step", "factors", sizes if sizes["|F1|"] else {}),
         lines("Clustering quality", "Of the trusted nodes: silhouette of their pseudo-labels in the embedding, and the share that lies nearest to the centre of its own cluster.", "step", "", curves(refreshes, {"silhouette": "silhouette", "own_centre": "nearest to the own centre"})),
-        lines("Trusted nodes", "The set of pseudo-labelled nodes the scores are computed on, as it grows.", "step", "nodes", curves(refreshes, {"confident": "trusted", "grown": "added since the start"})),
+        lines("Trusted nodes", "Nodes whose pseudo-label is trusted at each refresh (the scores are computed on them), and how many of these were not in the initial set.", "step", "nodes", curves(refreshes, {"confident": "trusted", "grown": "added since the start"})),
         heat("Scores of the factors", "Strong: the factor explains the pseudo-labels and stands in F1. A steady pattern is a settled partition.", "step", "factor", [r["step"] for r in few], range(num_factors), values),
         lines(
             "Dependence of F1 and F2 given the labels", "Normalised HSIC inside the classes; 0 is conditional independence. Random: partitions of the same sizes.", "step", "HSIC",

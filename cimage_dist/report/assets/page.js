@@ -31,9 +31,9 @@ function svg(body, width, height, name) {
   return el(body, "svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name});
 }
 const bounds = values => { const v = values.filter(x => x !== null); return v.length ? [Math.min(...v), Math.max(...v)] : [0, 1]; };
-function ticks(lo, hi, count = 5) {
+function ticks(lo, hi, count = 5, whole = false) {
   if (hi <= lo) return [lo];
-  const raw = (hi - lo) / count, power = 10 ** Math.floor(Math.log10(raw)), step = [1, 2, 5, 10].map(m => m * power).find(s => s >= raw);
+  const raw = Math.max((hi - lo) / count, whole ? 1 : 0), power = 10 ** Math.floor(Math.log10(raw)), step = [1, 2, 5, 10].map(m => m * power).find(s => s >= raw);
   const out = []; for (let v = Math.ceil(lo / step) * step; v <= hi + step * 1e-9; v += step) out.push(+v.toPrecision(12));
   return out;
 }
@@ -41,10 +41,10 @@ function frame(body, spec, width, height, xs, ys) {
   const root = svg(body, width, height, spec.title), right = 12, top = 12, bottom = 40;
   let [x0, x1] = bounds(xs), [y0, y1] = bounds(ys);
   if (y0 === y1) { y0 -= Math.abs(y0) / 10 || 1; y1 += Math.abs(y1) / 10 || 1; }
-  const left = 30 + 6.4 * Math.max(...ticks(y0, y1).map(v => short(v).length));
+  const levels = ticks(y0, y1, 5, ys.every(Number.isInteger)), left = 30 + 6.4 * Math.max(...levels.map(v => short(v).length));
   const X = v => left + (x1 > x0 ? (v - x0) / (x1 - x0) : .5) * (width - left - right), Y = v => height - bottom - (v - y0) / (y1 - y0) * (height - top - bottom);
-  for (const v of ticks(y0, y1)) { el(root, "line", {class: "axis", x1: left, x2: width - right, y1: Y(v), y2: Y(v)}); el(root, "text", {x: left - 6, y: Y(v) + 4, "text-anchor": "end"}, short(v)); }
-  for (const v of ticks(x0, x1, Math.max(2, Math.floor(width / 110)))) el(root, "text", {x: X(v), y: height - bottom + 16, "text-anchor": "middle"}, short(v));
+  for (const v of levels) { el(root, "line", {class: "axis", x1: left, x2: width - right, y1: Y(v), y2: Y(v)}); el(root, "text", {x: left - 6, y: Y(v) + 4, "text-anchor": "end"}, short(v)); }
+  for (const v of ticks(x0, x1, Math.max(2, Math.floor(width / 110)), xs.every(Number.isInteger))) el(root, "text", {x: X(v), y: height - bottom + 16, "text-anchor": "middle"}, short(v));
   el(root, "text", {x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle"}, spec.x || "");
   el(root, "text", {x: 12, y: top + (height - top - bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 12 ${top + (height - top - bottom) / 2})`}, spec.y || "");
   return {root, X, Y, left, right, top, bottom, width, height};
