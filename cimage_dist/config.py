@@ -208,7 +208,7 @@ class CIConfig:
     repeats: int = opt(3, "permutations of the sample")
     block_classes: Optional[int] = opt(None, "classes per block; unset: all (5 is advised for more than 20 classes)")
     max_samples: int = opt(20_000, "most samples of a refresh")
-    diagnose_every: int = opt(4, "refreshes between full diagnostics of the partition")
+    diagnose_every: int = opt(4, "refreshes between full diagnostics of the partition; fewer in short runs")
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "repeats", "diagnose_every"):

@@ -22,6 +22,7 @@ from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.inference import embed_graph
+from cimage_dist.nn.norm import settle
 from cimage_dist.types import LinkSplit, Topology
 
 NO_HOLDOUT = "trained on all edges, so no edge is left that training has not seen; train with data.holdout_edges=link"
@@ -105,7 +106,9 @@ def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None
     if cfg.eval.controls:
         x = graph.features()
         smoothed = smooth_features(x, topology)
-        untrained = embed_graph(stages.untrained_model(cfg, graph).encoder, x, topology)
+        encoder = stages.untrained_model(cfg, graph).encoder
+        settle(encoder.norm, encoder.linear, x)
+        untrained = embed_graph(encoder, x, topology)
         rows = {"raw": x, "smoothed": smoothed, "untrained": untrained}
         result["controls"] = {}
         for name, matrix in rows.items():

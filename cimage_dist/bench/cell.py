@@ -6,7 +6,6 @@ import dataclasses
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,11 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
     cfg = cell.load(f"run.dir={runs / cell.run_folder / f'seed-{cell.seed}'}", "run.tensorboard=false")
     graph = open_graph(cfg.data)
     if cell.degrade:
-        cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npy", cell)
+        cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npz", cell)
     # The controls are those of the shipped config: once is enough.
     cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, controls=cell.folder.endswith("/as-shipped")))
     environment.forget_peak_memory()
-    began = time.perf_counter()
     summary = train(cfg, progress, graph)
-    seconds = time.perf_counter() - began
     found = evaluate_run(cfg, graph=graph)
     result = {name: found.get(name) for name in _KEPT}
     result["controls"] = {name: {part: scores.get(part) for part in ("node", "cluster", "link")} for name, scores in found.get("controls", {}).items()}
@@ -57,8 +54,9 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
         "config": cell.config,
         "overrides": list(cell.overrides),
         "config_fingerprint": fingerprint(cell.load()),
+        "recipe": cell.recipe,
         "steps": summary["steps"],
-        "seconds": round(seconds, 1),
+        "seconds": round(summary["seconds"], 1),
         "peak_rss_gb": round(environment.peak_memory() / 1e9, 2),
         "commit": code_commit(),
         "environment": {name: facts[name] for name in ("python", "platform", "cpu_count", "torch_threads", "packages")},
@@ -103,20 +101,15 @@ def with_degraded_labels(cfg: Config, graph: Graph, accuracy: float, path: Path,
     if y is None:
         raise UserError(f"Graph {graph.name!r} has no classes to make pseudo-labels from.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, degraded_labels(y, accuracy, cell.seed).numpy(), allow_pickle=False)
+    # Which nodes are trusted first is drawn, too: without a confidence they would go by number, and public splits number their training nodes first.
+    confidence = keyed.uniform(keyed.stream(cell.seed, "initial-labels", 9), torch.arange(y.numel()))
+    np.savez(path, labels=degraded_labels(y, accuracy, cell.seed).numpy(), confidence=confidence.numpy())
     return cell.load(f"run.dir={cfg.run.dir}", "run.tensorboard=false", "cluster.init=file", f"cluster.labels_path={path}")
 
 
 def cell_command(cell: Cell, results: Path, runs: Path) -> list[str]:
     """The command by which another process makes this cell."""
-    flags = [
-        f"--results={results}",
-        f"--runs={runs}",
-        f"--seed={cell.seed}",
-        *([f"--extra={cell.extra}"] if cell.extra else []),
-        *(["--degrade"] if cell.degrade else []),
-    ]
-    return [sys.executable, "-m", "cimage_dist.runtime.bench_work", cell.config, cell.dataset, *flags, *(f"--set={text}" for text in cell.overrides)]
+    return [sys.executable, *cell.work(results, runs)]
 
 
 def shown(cell: Cell) -> str:

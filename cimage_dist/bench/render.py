@@ -35,7 +35,9 @@ def results_of(table: Table, results: Path, dataset: str, row: str) -> list[dict
 def spread(values: Sequence[float | None]) -> str:
     """Mean ± standard deviation over seeds (population), with the number of seeds."""
     known = [v for v in values if v is not None]
-    return f"{np.mean(known):.2f} ± {np.std(known):.2f} ({len(known)})" if known else "-"
+    if len(known) < 2:
+        return f"{known[0]:.2f} (1)" if known else "-"
+    return f"{np.mean(known):.2f} ± {np.std(known):.2f} ({len(known)})"
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,12 @@ def _origin(table: Table, results: Path) -> list[str]:
 
 
 def outdated(cell: Cell, results: Path) -> bool:
-    """Whether a result was made with another config than the one shipped now."""
+    """Whether a result was made with another config than the one shipped now, or in another way."""
     path = cell.path(results)
-    return path.is_file() and read_result(path)["config_fingerprint"] != fingerprint(cell.load())
+    if not path.is_file():
+        return False
+    found = read_result(path)
+    return (found["config_fingerprint"], found.get("recipe", 1)) != (fingerprint(cell.load()), cell.recipe)
 
 
 def document(tables: Sequence[Table], results: Path) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from types import MappingProxyType
 
 from cimage_dist.bench.cell import cell_command, shown
 from cimage_dist.bench.spec import Cell, Table
@@ -25,9 +26,9 @@ def missing(tables: Sequence[Table], results: Path) -> list[Cell]:
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
-def here(command: list[str]) -> tuple[int, str]:
-    """In a process of its own."""
-    done = subprocess.run(command, capture_output=True, text=True, env=ONE_THREAD | os.environ)
+def here(command: list[str], folder: str | None = None, more: Mapping[str, str] = MappingProxyType({})) -> tuple[int, str]:
+    """In a process of its own, in `folder` and with `more` variables."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**ONE_THREAD, **os.environ, **more})
     return done.returncode, (done.stdout + done.stderr)[-2000:]
 
 

@@ -16,6 +16,8 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 
 EXTRAS = ("views", "low_labels")
+# How an extra, or degraded labels, are made: a higher number makes results of the way before outdated.
+_RECIPES = {"views": 1, "low_labels": 2, "degrade": 2}
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,22 @@ class Cell:
     def load(self, *more: str) -> Config:
         return load_config(self.config, overrides=[*(() if self.degrade else self.overrides), f"run.seed={self.seed}", *more])
 
+    @property
+    def recipe(self) -> int:
+        return _RECIPES.get("degrade" if self.degrade else self.extra or "", 1)
+
     def command(self) -> str:
-        return " ".join(["cimage pretrain", self.config, *self.overrides, f"run.seed={self.seed}"])
+        """What makes this run again, apart from the tables."""
+        if self.degrade or self.extra:
+            return " ".join(["python", *self.work(Path("runs/again"), Path("runs/bench"))])
+        on_ray = [] if self.load().resources.num_workers == 1 else ["--on ray"]
+        return " ".join(["cimage pretrain", self.config, *self.overrides, f"run.seed={self.seed}", *on_ray])
+
+    def work(self, results: Path, runs: Path) -> list[str]:
+        """The words that follow `python` for a process that makes this cell alone."""
+        flags = [f"--results={results}", f"--runs={runs}", f"--seed={self.seed}", *([f"--extra={self.extra}"] if self.extra else [])]
+        flags += [*(["--degrade"] if self.degrade else []), *(f"--set={text}" for text in self.overrides)]
+        return ["-m", "cimage_dist.runtime.bench_work", self.config, self.dataset, *flags]
 
 
 @functools.cache

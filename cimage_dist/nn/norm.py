@@ -78,6 +78,26 @@ class BatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked.add_(1)
 
 
+@torch.no_grad()
+def settle(norm: nn.Module, linear: nn.Linear, x: Tensor, rows: int = 1 << 14) -> None:
+    """Give batch normalisation the moments that all nodes have under the weights as they are; other kinds of norm carry none. x [N, F].
+
+    For an encoder that was never trained: with the moments it starts from (0 and 1), the layer's bias outweighs the features.
+    """
+    if not isinstance(norm, BatchNorm):
+        return
+    total, square = (torch.zeros(linear.out_features, dtype=torch.float64) for _ in range(2))
+    for part in x.split(rows):
+        wide = linear(part.to(linear.weight.device, linear.weight.dtype)).double().cpu()
+        total += wide.sum(0)
+        square += wide.square().sum(0)
+    mean = total / x.shape[0]
+    variance = (square / x.shape[0] - mean.square()).clamp_min(0) * x.shape[0] / max(1, x.shape[0] - 1)
+    for kept, found in ((norm.running_mean, mean), (norm.running_var, variance)):
+        assert kept is not None
+        kept.copy_(found)
+
+
 def make_norm(kind: str, linear: nn.Linear, dropout: float, moments: FeatureMoments | None) -> nn.Module:
     if kind == "batch":
         return BatchNorm(linear.out_features)

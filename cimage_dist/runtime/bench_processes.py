@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -29,8 +30,11 @@ def _end_with_parent() -> None:
 
 def _in_this_process(words: list[str]) -> tuple[int, str]:
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = main(words)
+    try:
+        with contextlib.redirect_stdout(said):
+            code = main(words)
+    except Exception:  # a fault of one run: the others go on, and the last line tells of it
+        code, _ = 1, said.write(traceback.format_exc())
     return code, said.getvalue()[-2000:]
 
 

@@ -1,6 +1,9 @@
-"""Cells of a benchmark as Ray tasks: the command runs wherever the cluster has room. Results go to a file system all nodes mount."""
+"""Cells of a benchmark as Ray tasks: the command runs wherever the cluster has room. The folder it is given in lies on a file system all nodes mount."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -8,14 +11,19 @@ from cimage_dist.bench.run import Execute, here
 from cimage_dist.config import Config
 from cimage_dist.runtime.ray_session import start_ray
 
+_SEVERAL = "--set=resources.num_workers="
 
-def on_ray(cpus: int = 1) -> tuple[Execute, int]:
+
+def on_ray() -> tuple[Execute, int]:
     """(how to run a command on the cluster, how many fit at a time)."""
     start_ray(Config())
-    task = ray.remote(num_cpus=cpus, max_retries=2)(here)
+    folder, address = str(Path.cwd()), ray.get_runtime_context().gcs_address
+    task: Any = ray.remote(max_retries=2)(here)
 
     def execute(command: list[str]) -> tuple[int, str]:
-        found: tuple[int, str] = ray.get(task.remote(command))
+        # A run of several workers asks this cluster for their room itself: with a share of its own it could wait for that for ever.
+        is_waiting = any(word.startswith(_SEVERAL) for word in command)
+        found: tuple[int, str] = ray.get(task.options(num_cpus=0 if is_waiting else 1).remote(command, folder, {"RAY_ADDRESS": address}))
         return found
 
-    return execute, max(1, int(ray.cluster_resources().get("CPU", 1)) // cpus)
+    return execute, max(1, int(ray.cluster_resources().get("CPU", 1)))

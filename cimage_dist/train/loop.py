@@ -196,7 +196,7 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
         kept = {"labels": found.labels, "confidence": found.confidence}
         sink.store(_LABELS, kept)
-    trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm)
+    trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm, trainer.total_steps)
 
 
 def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validator | None = None) -> Trainer:

@@ -23,6 +23,7 @@ from cimage_dist.train.embedder import Embedder
 from cimage_dist.types import CIScores
 
 _MAX_FAILURES = 3
+_LOOKS = 5  # diagnoses that a curve over time takes
 
 
 def random_scores(num_factors: int, seed: int) -> CIScores:
@@ -31,14 +32,20 @@ def random_scores(num_factors: int, seed: int) -> CIScores:
     return CIScores(chosen.double(), chosen, 0.0, 0.0, chosen.double(), 0, "random-half", "control")
 
 
+def diagnosis_interval(cfg: Config, num_steps: int) -> int:
+    """Refreshes from one diagnosis to the next: as configured, fewer where a run is too short for a curve."""
+    return min(cfg.ci.diagnose_every, max(1, -(-num_steps // cfg.ci.every_steps) // _LOOKS))
+
+
 class Refresher:
     """Holds this rank's share of the nodes with their initial labels, and makes the partition from the current encoder.
 
-    labels int64 [N] (-1: none) and confidence float [N] are those of all nodes, the same on every rank.
+    labels int64 [N] (-1: none) and confidence float [N] are those of all nodes, the same on every rank; num_steps is the length of the run.
     """
 
-    def __init__(self, cfg: Config, labels: Tensor, confidence: Tensor, embedder: Embedder, comm: Comm) -> None:
+    def __init__(self, cfg: Config, labels: Tensor, confidence: Tensor, embedder: Embedder, comm: Comm, num_steps: int) -> None:
         self.cfg, self.embedder, self.comm = cfg, embedder, comm
+        self.diagnose_every = diagnosis_interval(cfg, num_steps)
         begin, end = comm.slice_of(labels.numel())
         self.gids = torch.arange(begin, end)
         self.labels = labels[begin:end].to(torch.int64)
@@ -94,7 +101,7 @@ class Refresher:
         metrics["context"] = scores.in_context.nonzero().squeeze(-1).tolist()
         metrics["scores"] = scores.scores.tolist()
         metrics["seconds"] = time.perf_counter() - began
-        if (step // cfg.ci.every_steps) % cfg.ci.diagnose_every == 0:
+        if (step // cfg.ci.every_steps) % self.diagnose_every == 0:
             found = describe_partition(rows, labels, gids, scores, previous=previous, block_size=cfg.ci.block_size, seed=cfg.run.seed, comm=comm)
             metrics |= {name.removeprefix("ci/"): value for name, value in found.items()}
         return scores, metrics

@@ -22,6 +22,7 @@ from cimage_dist.cli import main
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.graph.ingest import open_graph
+from cimage_dist.runtime import bench_work
 from cimage_dist.runtime.bench_processes import KeptProcesses
 from tests.conftest import small_sbm_settings
 
@@ -152,7 +153,7 @@ def test_rows_may_differ_by_dataset(project):
         ("more", ("loss.cluster_weight=0.4",)),
     ]
     fill(table, project / "results", "weighted", [80.0, 90.0])
-    assert "| **weighted** | 80.00 ± 0.00 (1) | 90.00 ± 0.00 (1) |" in "\n".join(render_table(table, project / "results"))
+    assert "| **weighted** | 80.00 (1) | 90.00 (1) |" in "\n".join(render_table(table, project / "results"))
     with pytest.raises(UserError, match=r"rows\.weighted has nothing for more"):
         load_table(write(project, seeds=seeds, rows=rows | {"weighted": {"blocks": []}}, published=None, against=None))
 
@@ -196,6 +197,9 @@ def test_kept_processes(project, monkeypatch):
         assert kept(commands[0]) == (0, "")
         (child,) = workers()
         assert kept([*commands[1], "--set=loss.cluster_wait=1"])[0] == 2 and workers() == [child]
+        (project / "in the way").write_text("")
+        code, said = kept(cell_command(table.cells()[1], project / "in the way", project / "runs"))  # a fault nobody foresaw
+        assert code == 1 and said.rstrip().splitlines()[-1].startswith("NotADirectoryError") and workers() == [child]
         child.kill()
         code, said = kept(commands[1])
         assert code == 1 and "out of memory" in said
@@ -293,9 +297,13 @@ def test_extras_and_degraded_labels_end_to_end(project, capsys):
     low = json.loads((results / "as-shipped~low_labels/seed-0.json").read_text())["low_labels"]
     assert set(low) == {"1", "2", "5", "10"} and all(0 < v <= 100 for row in low.values() for v in row.values())
     assert (results / "accuracy=60/seed-0.json").is_file()
-    kept = np.load(project / "runs/bench/node/blocks/accuracy=60/labels-0.npy")
+    kept = np.load(project / "runs/bench/node/blocks/accuracy=60/labels-0.npz")
     y = open_graph(load_config(str(config)).data).labels()
-    assert y is not None and 100 * float((torch.from_numpy(kept) == y).double().mean()) == pytest.approx(60, abs=0.4)
+    assert y is not None and 100 * float((torch.from_numpy(kept["labels"]) == y).double().mean()) == pytest.approx(60, abs=0.4)
+    assert abs(np.corrcoef(kept["confidence"], np.arange(len(y)))[0, 1]) < 0.1, "trusted by number: public splits number their training nodes first"
+    again = json.loads((results / "accuracy=60/seed-0.json").read_text())["command"]
+    assert again.startswith("python -m cimage_dist.runtime.bench_work ") and bench_work.main(again.split()[3:]) == 0
+    assert json.loads((project / "runs/again/node/blocks/accuracy=60/seed-0.json").read_text())["node"]["test"] > 0
     assert "| blocks, GCN, supervised |" in (project / "docs/RESULTS.md").read_text()
 
 
@@ -315,3 +323,14 @@ def test_graphs_without_classes_have_no_low_label_table(project):
 def test_cells_name_their_run():
     cell = Cell("configs/node/cora.yaml", "cora", ("a.b=1", "a.a=x/y"), 3, "views", degrade=True)
     assert cell.folder == "node/cora/a.a=x-y+a.b=1~views" and cell.path(Path("r")).name == "seed-3.json"
+
+
+def test_recorded_commands():
+    plain = Cell("configs/node/cora.yaml", "cora", ("loss.cluster_weight=0",), 3)
+    assert plain.command() == "cimage pretrain configs/node/cora.yaml loss.cluster_weight=0 run.seed=3"
+    several = Cell("configs/node/cora.yaml", "cora", ("sampler.fanouts=[5,5,5,5,5,5]", "resources.num_workers=2"), 0)
+    assert several.command().endswith("resources.num_workers=2 run.seed=0 --on ray")
+    views = Cell("configs/node/cora.yaml", "cora", (), 1, "views")
+    assert views.command() == (
+        "python -m cimage_dist.runtime.bench_work configs/node/cora.yaml cora --results=runs/again --runs=runs/bench --seed=1 --extra=views"
+    )

@@ -109,7 +109,7 @@ def test_scores_find_them_through_the_encoder_with_pseudo_labels(seed, store_dir
     made = loop.make_labels(cfg, graph, topology, Comm(), MemorySink())
     trainer = Trainer(cfg, graph, topology, Comm())
     copying(trainer)
-    refresher = Refresher(cfg, made.labels, made.confidence, trainer.embedder, Comm())
+    refresher = Refresher(cfg, made.labels, made.confidence, trainer.embedder, Comm(), trainer.total_steps)
     found, record = refresher(trainer.model.encoder, 0, None)
     precision, recall = precision_recall(found, planted)
     record_property("precision", precision)

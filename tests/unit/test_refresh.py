@@ -63,7 +63,7 @@ def made(cfg: Config, n: int = 3000, clusters: int = 3) -> tuple[Refresher, Fixe
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, clusters, (n,), generator=generator)
     embedder = FixedEmbedder(labels)
-    return Refresher(cfg, labels, torch.rand(n, generator=generator, dtype=torch.float64), embedder, Comm()), embedder
+    return Refresher(cfg, labels, torch.rand(n, generator=generator, dtype=torch.float64), embedder, Comm(), num_steps=1000), embedder
 
 
 def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small_sbm):
@@ -71,7 +71,7 @@ def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small
     trainer = worker(config(store_dir), Comm(), sink, small_sbm)
     found = [r for r in sink.records if r["kind"] == "ci"]
     assert [r["step"] for r in found] == [0, 4, 8]
-    assert ["hsic_given_labels" in r for r in found] == [True, False, True]
+    assert all("hsic_given_labels" in r for r in found)  # of every second refresh by the config, but the run is short
     for record in found:
         assert record["status"] == "ok" and 0 < len(record["context"]) < 4
         assert [k for k, s in enumerate(record["scores"]) if s > 0] == record["context"]
@@ -214,7 +214,7 @@ def test_unlabelled_nodes_are_neither_members_nor_candidates(store_dir):
     cfg = config(store_dir, "sampler.fanouts=[2,2]", "cluster.growth_threshold=-1")
     labels = torch.tensor([0, 1] * 300 + [-1] * 400)
     embedder = FixedEmbedder(labels.clamp(min=0))
-    refresher = Refresher(cfg, labels, torch.rand(1000, dtype=torch.float64), embedder, Comm())
+    refresher = Refresher(cfg, labels, torch.rand(1000, dtype=torch.float64), embedder, Comm(), num_steps=1000)
     _, record = refresher(None, 0, None)  # type: ignore[arg-type]
     assert int(embedder.asked[0].max()) < 600 and record["confident"] == 600
 
