@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cimage_dist import artifacts
 from cimage_dist.bench.cell import read_result
 from cimage_dist.bench.low_labels import RATIOS
 from cimage_dist.bench.spec import Cell, Table
 from cimage_dist.config import fingerprint
 
-BEGIN, END = "<!-- bench: begin (cimage bench --render) -->", "<!-- bench: end -->"
 CONTROLS = {"raw": "raw features", "smoothed": "smoothed features", "untrained": "untrained encoder"}
 
 
@@ -48,6 +46,14 @@ class Paired:
     mean: float
     error: float
     p: float | None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of 95 % confidence, by the t distribution."""
+        from scipy.stats import t
+
+        half = float(t.ppf(0.975, self.seeds - 1)) * self.error
+        return self.mean - half, self.mean + half
 
 
 def paired(ours: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], path: str) -> Paired | None:
@@ -85,18 +91,22 @@ def render_table(table: Table, results: Path) -> list[str]:
     return [*lines, "", *_comparisons(table, results), *_origin(table, results), ""]
 
 
+def published_at(table: Table, row: str, dataset: str, path: str) -> float | None:
+    """The published number of one score; a single number is that of the first score."""
+    found: Any = table.published.get(row, {}).get(dataset)
+    at = list(table.scores).index(path)
+    if isinstance(found, list):
+        return found[at] if at < len(found) else None
+    return found if at == 0 else None
+
+
 def _cells(table: Table, results: Path, row: str, datasets: Sequence[str]) -> list[str]:
     return [spread([value_at(r, path) for r in results_of(table, results, dataset, row)]) for dataset in datasets for path in table.scores]
 
 
 def _published(table: Table, row: str, datasets: Sequence[str]) -> list[str]:
-    cells = []
-    for dataset in datasets:
-        value = table.published[row].get(dataset)
-        values = value if isinstance(value, list) else [value] * (1 if value is None else len(table.scores))
-        values = (values + [None] * len(table.scores))[: len(table.scores)]
-        cells += ["-" if v is None else f"{v:.2f}" for v in values]
-    return cells
+    found = [published_at(table, row, dataset, path) for dataset in datasets for path in table.scores]
+    return ["-" if v is None else f"{v:.2f}" for v in found]
 
 
 def _comparisons(table: Table, results: Path) -> list[str]:
@@ -146,17 +156,3 @@ def outdated(cell: Cell, results: Path) -> bool:
         return False
     found = read_result(path)
     return (found["config_fingerprint"], found.get("recipe", 1)) != (fingerprint(cell.load()), cell.recipe)
-
-
-def document(tables: Sequence[Table], results: Path) -> str:
-    begun = [table for table in tables if any(cell.path(results).is_file() for cell in table.cells())]
-    rest = [f"`{table.name}` ({table.title.lower()})" for table in tables if table not in begun]
-    lines = [line for table in begun for line in render_table(table, results)]
-    return "\n".join([*lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]).strip()
-
-
-def render_document(path: Path, tables: Sequence[Table], results: Path) -> None:
-    """Replace the generated part."""
-    head, rest = path.read_text().split(BEGIN)
-    _, tail = rest.split(END)
-    artifacts.write_text(path, f"{head}{BEGIN}\n\n{document(tables, results)}\n\n{END}{tail}")

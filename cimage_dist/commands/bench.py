@@ -30,7 +30,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def do_bench(args: argparse.Namespace) -> Any:
-    from cimage_dist.bench.render import outdated, render_document
+    from cimage_dist.bench.document import render_document
+    from cimage_dist.bench.render import outdated
     from cimage_dist.bench.run import Execute, make, missing
     from cimage_dist.bench.spec import load_table, load_tables
     from cimage_dist.errors import UserError

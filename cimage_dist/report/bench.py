@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cimage_dist.bench.low_labels import RATIOS
-from cimage_dist.bench.render import CONTROLS, paired, results_of, spread, value_at
+from cimage_dist.bench.render import CONTROLS, published_at, results_of, spread, value_at
 from cimage_dist.bench.spec import Table
+from cimage_dist.bench.verdict import verdict
 from cimage_dist.report.charts import Chart, dots, lines
 from cimage_dist.report.page import section, write_page
 
@@ -34,22 +34,15 @@ def _dataset_chart(table: Table, results: Path, dataset: str, path: str) -> Char
     rows: list[tuple[str, list[float], float | None]] = []
     for row in table.rows:
         values = [value_at(result, path) for result in results_of(table, results, dataset, row)]
-        rows.append((row, [v for v in values if v is not None], _published(table, row, dataset, path)))
+        rows.append((row, [v for v in values if v is not None], published_at(table, row, dataset, path)))
     if table.controls:
         found = results_of(table, results, dataset, next(iter(table.rows)))
         for control, name in CONTROLS.items():
             values = [value_at(result, f"controls.{control}.{path}") for result in found]
             rows.append((name, [v for v in values if v is not None], None))
     label = table.scores[path]
-    return dots(f"{table.title}: {dataset}{f', {label}' if label else ''}", "", "percent", rows)
-
-
-def _published(table: Table, row: str, dataset: str, path: str) -> float | None:
-    found: Any = table.published.get(row, {}).get(dataset)
-    if isinstance(found, list):
-        at = list(table.scores).index(path)
-        return found[at] if at < len(found) else None
-    return found if path == next(iter(table.scores)) else None
+    unit = "factors" if path.endswith("factors") else "percent"
+    return dots(f"{table.title}: {dataset}{f', {label}' if label else ''}", "", unit, rows)
 
 
 def _low_labels(table: Table, results: Path, dataset: str) -> Chart | None:
@@ -79,38 +72,3 @@ def _facts(tables: Sequence[Table], results: Path) -> list[tuple[str, str]]:
                 if values:
                     facts.append((spread(values).rpartition(" (")[0], f"{dataset}, {table.scores[path] or 'test accuracy'}"))
     return facts
-
-
-def verdict(tables: Sequence[Table], results: Path) -> list[str]:
-    """Against the published numbers, then row against row, seed by seed."""
-    said = []
-    for table in tables:
-        path = next(iter(table.scores))
-        if table.name in ("node", "link"):
-            for dataset in table.seeds:
-                row = next(iter(table.rows))
-                values = [v for r in results_of(table, results, dataset, row) if (v := value_at(r, path)) is not None]
-                other = _published(table, row, dataset, path)
-                if values and other is not None:
-                    gap = sum(values) / len(values) - other
-                    said.append(
-                        f"{table.title}, {dataset}: {spread(values)}, {abs(gap):.2f} {'above' if gap >= 0 else 'BELOW'} the published {other:.2f}, which was chosen on test data."
-                    )
-        elif table.name == "partition" and table.against is not None:
-            for row in table.rows:
-                if row != table.against:
-                    said += _compared(table, results, row, path)
-    return said
-
-
-def _compared(table: Table, results: Path, row: str, path: str) -> list[str]:
-    assert table.against is not None
-    said = []
-    for dataset in table.seeds:
-        found = paired(results_of(table, results, dataset, table.against), results_of(table, results, dataset, row), path)
-        if found is not None and found.p is not None:
-            word = "differs from" if found.p < 0.05 else "cannot be told from"
-            said.append(
-                f"{dataset}: {table.against} {word} {row}: {found.mean:+.2f} ± {found.error:.2f} points over {found.seeds} paired seeds, p = {found.p:.3f}."
-            )
-    return said

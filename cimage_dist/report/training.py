@@ -30,7 +30,7 @@ def loss_charts(records: Records, best_step: int | None) -> list[Chart]:
     terms = curves(train, {"structure": "edges", "factor": "factors", "loss": "objective"})
     return [
         lines("Loss terms", "The objective is edges + λ1 · factors + λ2 · clusters; each term as it enters, before its weight.", "step", "loss", terms, marks),
-        lines("Cluster term", "Minus the soft modularity of the cluster head: lower is a better cut of the graph.", "step", "loss", curves(train, {"cluster": "clusters"}), marks),
+        lines("Cluster term", "Minus the soft modularity of the graph under the similarity of embeddings: lower is a better cut.", "step", "loss", curves(train, {"cluster": "clusters"}), marks),
         lines("Validation", "What selection sees: validation nodes or held-out validation edges, never test data.", "step", "percent", curves(val, {"score": "validation score"}), marks),
         lines("Gradient norm", "Of all weights, after the exchange between workers.", "step", "norm", curves(train, {"grad_norm": "gradient norm"})),
     ]  # fmt: skip

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from cimage_dist.bench.cell import cell_command, degraded_labels
+from cimage_dist.bench.document import document
 from cimage_dist.bench.low_labels import gcn_accuracy, low_label_scores, ratio_split
-from cimage_dist.bench.render import document, paired, render_table, spread
+from cimage_dist.bench.render import paired, render_table, spread
 from cimage_dist.bench.run import make, missing
 from cimage_dist.bench.spec import Cell, Table, load_table, load_tables
 from cimage_dist.cli import main

@@ -10,7 +10,7 @@ import pytest
 
 from cimage_dist.bench.spec import Table
 from cimage_dist.cli import main
-from cimage_dist.report.bench import charts_of, verdict, write_bench_page
+from cimage_dist.report.bench import charts_of, write_bench_page
 from cimage_dist.report.figures import write_figures
 from tests.report.conftest import LOOKS, looked_at
 
@@ -66,10 +66,9 @@ def test_few_labels_are_curves(results):
     }
 
 
-def test_the_verdict_compares(results):
-    said = verdict([table("node"), table("partition")], results)
-    assert any("cora: 84.50 ± 1.12 (4), 0.10 above the published 84.40" in text for text in said)
-    assert any(text.startswith("cora: ours differs from changed: +2.15 ± 0.06 points over 4 paired seeds, p = 0.000") for text in said)
+def test_the_page_begins_with_the_verdict(results):
+    path, _ = write_bench_page([table("node")], results)
+    assert "The node table: cora 84.50, 0.10 above the published 84.40" in path.read_text()
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)

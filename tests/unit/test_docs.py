@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cimage_dist.bench.render import BEGIN, END, document, outdated
+from cimage_dist.bench.cell import read_result
+from cimage_dist.bench.document import BEGIN, END, document
+from cimage_dist.bench.render import outdated
 from cimage_dist.bench.spec import load_tables
 from cimage_dist.cli import FAMILIES, parse
 from cimage_dist.commands.common import split_settings
@@ -82,3 +84,5 @@ def test_results_were_made_with_the_configs_that_are_shipped(monkeypatch):
     assert [cell.folder for cell in cells if outdated(cell, results)] == []
     used = {cell.path(results) for cell in cells}
     assert set(results.glob("*/*/*/seed-*.json")) <= used, "a result that no table shows"
+    there = [cell for cell in cells if cell.path(results).is_file()]
+    assert [cell.folder for cell in there if read_result(cell.path(results))["command"] != cell.command()] == []

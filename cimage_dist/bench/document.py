@@ -1,0 +1,34 @@
+"""docs/RESULTS.md: what the tables say, then the tables, between two marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cimage_dist import artifacts
+from cimage_dist.bench.render import render_table
+from cimage_dist.bench.spec import Table
+from cimage_dist.bench.verdict import verdict
+
+BEGIN, END = "<!-- bench: begin (cimage bench --render) -->", "<!-- bench: end -->"
+_HEAD = (
+    "### What the tables say",
+    "",
+    "Made from the files like the tables. In square brackets the 95 % interval of the mean difference, seed by seed, in points. A difference stands out when Holm's test over all comparisons of its table rejects equality at 5 %.",
+    "",
+)
+
+
+def document(tables: Sequence[Table], results: Path) -> str:
+    begun = [table for table in tables if any(cell.path(results).is_file() for cell in table.cells())]
+    rest = [f"`{table.name}` ({table.title.lower()})" for table in tables if table not in begun]
+    said = [f"- {sentence}" for sentence in verdict(begun, results)]
+    lines = [line for table in begun for line in render_table(table, results)]
+    return "\n".join([*_HEAD, *said, "", *lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]).strip()
+
+
+def render_document(path: Path, tables: Sequence[Table], results: Path) -> None:
+    """Replace the generated part."""
+    head, rest = path.read_text().split(BEGIN)
+    _, tail = rest.split(END)
+    artifacts.write_text(path, f"{head}{BEGIN}\n\n{document(tables, results)}\n\n{END}{tail}")

@@ -1,0 +1,141 @@
+"""What the tables say, in sentences made from the result files: against published numbers, against controls, and row against row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cimage_dist.bench.low_labels import RATIOS
+from cimage_dist.bench.render import CONTROLS, Paired, paired, published_at, results_of, value_at
+from cimage_dist.bench.spec import Table
+
+_LEVEL = 0.05
+_MOST_LISTED = 8
+
+
+class Comparison(NamedTuple):
+    dataset: str
+    row: str
+    found: Paired
+
+
+def verdict(tables: Sequence[Table], results: Path) -> list[str]:
+    said = []
+    for table in tables:
+        for sentence in (
+            _against_published(table, results),
+            _against_controls(table, results),
+            _rows(table, results),
+            _highest(table, results),
+            _few(table, results),
+        ):
+            if sentence:
+                said.append(f"{table.title}: {sentence}.")
+    return said
+
+
+def stands_out(comparisons: Sequence[Comparison]) -> list[bool]:
+    """Holm's step-down test over all comparisons of a table: p sorted ascending, p_(i) < level / (m - i) for all up to i."""
+    known = sorted((c.found.p, at) for at, c in enumerate(comparisons) if c.found.p is not None)
+    chosen = [False] * len(comparisons)
+    for rank, (p, at) in enumerate(known):
+        if p >= _LEVEL / (len(known) - rank):
+            break
+        chosen[at] = True
+    return chosen
+
+
+def _means(table: Table, results: Path, row: str) -> Iterator[tuple[str, float]]:
+    path = next(iter(table.scores))
+    for dataset in table.seeds:
+        values = [v for r in results_of(table, results, dataset, row) if (v := value_at(r, path)) is not None]
+        if values:
+            yield dataset, float(np.mean(values))
+
+
+def _against_published(table: Table, results: Path) -> str:
+    if not table.controls or not table.published:
+        return ""
+    row = next(iter(table.rows))
+    parts = []
+    for dataset, mean in _means(table, results, row):
+        other = published_at(table, row, dataset, next(iter(table.scores)))
+        if other is not None:
+            parts.append(f"{dataset} {mean:.2f}, {abs(mean - other):.2f} {'above' if mean >= other else 'below'} the published {other:.2f}")
+    return "; ".join(parts)
+
+
+def _against_controls(table: Table, results: Path) -> str:
+    """Seed by seed against the control of the highest mean."""
+    if not table.controls or not table.published:
+        return ""
+    path, row = next(iter(table.scores)), next(iter(table.rows))
+    parts = []
+    for dataset in table.seeds:
+        found = results_of(table, results, dataset, row)
+        controls: dict[str, list[dict[str, Any]]] = {
+            c: [r["controls"][c] | {"seed": r["seed"]} for r in found if c in (r.get("controls") or {})] for c in CONTROLS
+        }
+        scored = {c: np.mean([value_at(r, path) or 0.0 for r in rows]) for c, rows in controls.items() if rows}
+        if scored:
+            best = max(scored, key=lambda c: scored[c])
+            gap = paired(found, controls[best], path)
+            if gap is not None:
+                parts.append(f"{dataset} {_gap(gap)} ({CONTROLS[best]})")
+    return f"minus the best control, seed by seed: {'; '.join(parts)}" if parts else ""
+
+
+def _gap(found: Paired) -> str:
+    low, high = found.interval
+    return f"{found.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def _rows(table: Table, results: Path) -> str:
+    if table.against is None:
+        return ""
+    path = next(iter(table.scores))
+    comparisons = []
+    for row in table.rows:
+        for dataset in table.seeds if row != table.against else ():
+            found = paired(results_of(table, results, dataset, table.against), results_of(table, results, dataset, row), path)
+            if found is not None:
+                comparisons.append(Comparison(dataset, row, found))
+    if not comparisons:
+        return ""
+    clear = stands_out(comparisons)
+    shown = comparisons if len(comparisons) <= _MOST_LISTED else [c for c, is_clear in zip(comparisons, clear, strict=True) if is_clear]
+    listed = "; ".join(f"{c.dataset}, {table.against} minus {c.row} {_gap(c.found)}" for c in shown)
+    counts = f"{sum(clear)} of {len(comparisons)} differences stand out" if any(clear) else f"none of {len(comparisons)} differences stands out"
+    return f"{counts}{f' ({listed})' if listed else ''}"
+
+
+def _highest(table: Table, results: Path) -> str:
+    """Of a table over the values of one setting: where the highest mean lies, ours and published."""
+    if table.against is not None or table.degrade or table.extra or len(table.published) < 3:
+        return ""
+    means = {row: dict(_means(table, results, row)) for row in table.rows}
+    path = next(iter(table.scores))
+    parts = []
+    for dataset in table.seeds:
+        ours = {row: found[dataset] for row, found in means.items() if dataset in found}
+        other = {row: v for row in table.rows if (v := published_at(table, row, dataset, path)) is not None}
+        if len(ours) == len(table.rows) and other:
+            best, lowest, theirs = max(ours, key=lambda r: ours[r]), min(ours.values()), max(other, key=lambda r: other[r])
+            parts.append(f"{dataset} highest at {best} ({ours[best]:.2f}, the lowest {lowest:.2f}), published at {theirs}")
+    return "; ".join(parts)
+
+
+def _few(table: Table, results: Path) -> str:
+    if table.extra != "low_labels":
+        return ""
+    parts = []
+    for dataset in table.seeds:
+        found = results_of(table, results, dataset, next(iter(table.rows)))
+        ours, other = ([{"seed": r["seed"], **{p: row[key] for p, row in r["low_labels"].items()}} for r in found] for key in ("ours", "gcn"))
+        gaps = [(ratio, gap) for ratio in RATIOS if (gap := paired(ours, other, f"{100 * ratio:g}")) is not None]
+        if gaps:
+            parts.append(f"{dataset}, probe minus GCN {', '.join(f'{_gap(gap)} at {ratio:.0%}' for ratio, gap in gaps)}")
+    return "; ".join(parts)

@@ -1,0 +1,94 @@
+"""Sentences made from result files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import t
+
+from cimage_dist.bench.render import Paired
+from cimage_dist.bench.spec import Table
+from cimage_dist.bench.verdict import Comparison, stands_out, verdict
+
+ROOT = Path(__file__).parents[2]
+
+
+def table(rows: Sequence[str] = ("ours",), **changes: Any) -> Table:
+    body: dict[str, Any] = {
+        "title": "T",
+        "note": "",
+        "config": "configs/node/{dataset}.yaml",
+        "seeds": {"cora": 4},
+        "rows": {name: {"cora": (f"loss.cluster_weight={0.01 * at}",) if at else ()} for at, name in enumerate(rows)},
+        "scores": {"node.test": "", "node.val": "validation"},
+    }
+    return Table(name="t", **(body | changes))
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def fill(table: Table, results: Path, scores: dict[str, Sequence[float]], **more: Any) -> None:
+    for cell in table.cells():
+        row = next(name for name, found in table.rows.items() if found["cora"] == cell.overrides)
+        path = cell.path(results)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"seed": cell.seed, "node": {"test": scores[row][cell.seed], "val": 1.0}, **more}))
+
+
+def test_published_numbers_and_the_best_control(tmp_path):
+    ours = table(controls=True, published={"ours": {"cora": [84.0, 50.0]}})
+    fill(ours, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0]}, controls={"raw": {"node": {"test": 60.0}}, "smoothed": {"node": {"test": 81.0}}})
+    half = float(t.ppf(0.975, 3)) * (5 / 3) ** 0.5 / 2
+    assert verdict([ours], tmp_path) == [
+        "T: cora 81.50, 2.50 below the published 84.00.",
+        f"T: minus the best control, seed by seed: cora +0.50 [{0.5 - half:+.2f}, {0.5 + half:+.2f}] (smoothed features).",
+    ]
+    assert verdict([ours], tmp_path / "nowhere") == []
+
+
+def test_rows_against_one(tmp_path):
+    rows = table(("ours", "same", "worse"), against="ours")
+    fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "same": [81.0, 81.5, 81.5, 82.0], "worse": [70.0, 72.1, 71.0, 73.1]})
+    (said,) = verdict([rows], tmp_path)
+    assert said.startswith("T: 1 of 2 differences stand out (cora, ours minus same +0.00 [") and "ours minus worse +9.95 [+9.86, +10.04])." in said
+    (said,) = verdict([table(("ours", "same"), against="ours")], tmp_path)
+    assert said.startswith("T: none of 1 differences stands out (")
+    many = [f"row {at}" for at in range(9)]
+    wide = table(("ours", "worse", *many), against="ours")
+    noise = {name: [80.0 + at % 3, 81.0, 82.0, 83.0 - at % 2] for at, name in enumerate(many)}
+    fill(wide, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1]} | noise)
+    assert verdict([wide], tmp_path) == ["T: 1 of 10 differences stand out (cora, ours minus worse +9.95 [+9.86, +10.04])."], (
+        "of many only those that stand out"
+    )
+
+
+def test_holm_is_stricter_than_the_level_and_milder_than_bonferroni():
+    comparisons = [Comparison("cora", str(at), Paired(5, 1.0, 1.0, p)) for at, p in enumerate([0.011, 0.04, 0.03, 0.02, None])]
+    assert stands_out(comparisons) == [True, False, False, False, False], "0.011 < 0.05 / 4, then 0.02 > 0.05 / 3"
+    comparisons[3] = Comparison("cora", "3", Paired(5, 1.0, 1.0, 0.016))
+    assert stands_out(comparisons) == [True, False, False, True, False], "0.016 < 0.05 / 3 but not 0.05 / 4"
+
+
+def test_where_the_highest_mean_lies(tmp_path):
+    grid = table(("4", "8", "16"), published={"4": {"cora": 80.0}, "8": {"cora": 85.0}, "16": {"cora": 84.0}})
+    scores = {"4": [81.0] * 4, "8": [82.0] * 4, "16": [83.0] * 4}
+    fill(grid, tmp_path, scores)
+    assert verdict([grid], tmp_path) == ["T: cora highest at 16 (83.00, the lowest 81.00), published at 8."]
+
+
+def test_few_labels(tmp_path):
+    few = table(extra="low_labels", scores={"low_labels": ""})
+    for cell in few.cells():
+        path = cell.path(tmp_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps({"seed": cell.seed, "low_labels": {"1": {"ours": 70.0 + cell.seed, "gcn": 60.0 + cell.seed}, "10": {"ours": 80.0, "gcn": None}}})
+        )
+    assert verdict([few], tmp_path) == ["T: cora, probe minus GCN +10.00 [+10.00, +10.00] at 1%."]
