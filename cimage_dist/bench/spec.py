@@ -65,10 +65,14 @@ class Cell:
     degrade: bool = False
 
     @property
+    def changes(self) -> list[str]:
+        """What differs from the config. An override that says what the config says anyway is no difference."""
+        return sorted(self.overrides if self.degrade else [text for text in self.overrides if _changes(self.config, text)])
+
+    @property
     def folder(self) -> str:
-        """Relative to the results: task, dataset, what differs from the config. An override that says what the config says anyway is no difference."""
-        real = self.overrides if self.degrade else [text for text in self.overrides if _changes(self.config, text)]
-        changes = "+".join(text.replace("/", "-") for text in sorted(real)) or "as-shipped"
+        """Relative to the results: task, dataset, what differs."""
+        changes = "+".join(text.replace("/", "-") for text in self.changes) or "as-shipped"
         return f"{Path(self.config).parent.name}/{self.dataset}/{changes}{f'~{self.extra}' if self.extra else ''}"
 
     @property
@@ -91,12 +95,12 @@ class Cell:
         if self.degrade or self.extra:
             return " ".join(["python", *self.work(Path("runs/again"), Path("runs/bench"))])
         on_ray = [] if self.load().resources.num_workers == 1 else ["--on ray"]
-        return " ".join(["cimage pretrain", self.config, *self.overrides, f"run.seed={self.seed}", *on_ray])
+        return " ".join(["cimage pretrain", self.config, *self.changes, f"run.seed={self.seed}", *on_ray])
 
     def work(self, results: Path, runs: Path) -> list[str]:
         """The words that follow `python` for a process that makes this cell alone."""
         flags = [f"--results={results}", f"--runs={runs}", f"--seed={self.seed}", *([f"--extra={self.extra}"] if self.extra else [])]
-        flags += [*(["--degrade"] if self.degrade else []), *(f"--set={text}" for text in self.overrides)]
+        flags += [*(["--degrade"] if self.degrade else []), *(f"--set={text}" for text in self.changes)]
         return ["-m", "cimage_dist.runtime.bench_work", self.config, self.dataset, *flags]
 
 

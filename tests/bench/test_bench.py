@@ -330,7 +330,7 @@ def test_recorded_commands():
     plain = Cell("configs/node/cora.yaml", "cora", ("loss.cluster_weight=0",), 3)
     assert plain.command() == "cimage pretrain configs/node/cora.yaml loss.cluster_weight=0 run.seed=3"
     several = Cell("configs/node/cora.yaml", "cora", ("sampler.fanouts=[5,5,5,5,5,5]", "resources.num_workers=2"), 0)
-    assert several.command().endswith("resources.num_workers=2 run.seed=0 --on ray")
+    assert several.command().endswith("yaml resources.num_workers=2 sampler.fanouts=[5,5,5,5,5,5] run.seed=0 --on ray")
     views = Cell("configs/node/cora.yaml", "cora", (), 1, "views")
     assert views.command() == (
         "python -m cimage_dist.runtime.bench_work configs/node/cora.yaml cora --results=runs/again --runs=runs/bench --seed=1 --extra=views"
