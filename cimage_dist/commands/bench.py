@@ -53,6 +53,8 @@ def do_bench(args: argparse.Namespace) -> Any:
         if not args.json:
             for name, found in state.items():
                 print(f"{name:24s} {found['runs'] - found['missing']:4d} of {found['runs']:4d} runs   {found['title']}")
+            for name in old:
+                print(f"made with other settings than the config has now: {args.results / name}")
         return {"tables": state, "outdated": old}
     failed = []
     if cells and not args.render:

@@ -42,7 +42,8 @@ def check(command: str) -> None:
     args = parse(words)
     if args.verb == "submit":
         _, args = job_line(args)
-    if getattr(args, "settings", None):
+    is_folder = args.verb == "report" and len(args.settings) == 1 and Path(args.settings[0]).is_dir()
+    if getattr(args, "settings", None) and not is_folder:
         config_for(getattr(args, "job", args.verb), *split_settings(args.settings))
 
 
