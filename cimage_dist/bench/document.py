@@ -8,13 +8,13 @@ from pathlib import Path
 from cimage_dist import artifacts
 from cimage_dist.bench.render import render_table
 from cimage_dist.bench.spec import Table
-from cimage_dist.bench.verdict import verdict
+from cimage_dist.bench.verdict import HOW_TO_READ, verdict
 
 BEGIN, END = "<!-- bench: begin (cimage bench --render) -->", "<!-- bench: end -->"
 _HEAD = (
     "### What the tables say",
     "",
-    "Made from the files like the tables. In square brackets the 95 % interval of the mean difference, seed by seed, in points. A difference stands out when Holm's test over all comparisons of its table rejects equality at 5 %.",
+    f"Made from the files like the tables. {HOW_TO_READ}",
     "",
 )
 

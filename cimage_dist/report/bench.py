@@ -8,7 +8,7 @@ from pathlib import Path
 from cimage_dist.bench.low_labels import RATIOS
 from cimage_dist.bench.render import CONTROLS, published_at, results_of, spread, value_at
 from cimage_dist.bench.spec import Table
-from cimage_dist.bench.verdict import verdict
+from cimage_dist.bench.verdict import HOW_TO_READ, verdict
 from cimage_dist.report.charts import Chart, dots, lines
 from cimage_dist.report.page import section, write_page
 
@@ -19,7 +19,7 @@ def write_bench_page(tables: Sequence[Table], results: Path) -> tuple[Path, list
     path = results / "report.html"
     made, wanted = _progress(tables, results)
     about = f"{made} of {wanted} runs; from {results}; `cimage bench` makes the missing ones"
-    write_page(path, "CIMAGE: tables of the paper, and ours", about, verdict(tables, results), _facts(tables, results), sections)
+    write_page(path, "CIMAGE: tables of the paper, and ours", about, [*verdict(tables, results), HOW_TO_READ], _facts(tables, results), sections)
     return path, [chart for part in sections for chart in part["charts"]]
 
 

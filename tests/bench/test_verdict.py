@@ -47,8 +47,8 @@ def test_published_numbers_and_the_best_control(tmp_path):
     fill(ours, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0]}, controls={"raw": {"node": {"test": 60.0}}, "smoothed": {"node": {"test": 81.0}}})
     half = float(t.ppf(0.975, 3)) * (5 / 3) ** 0.5 / 2
     assert verdict([ours], tmp_path) == [
-        "T: cora 81.50, 2.50 below the published 84.00.",
-        f"T: minus the best control, seed by seed: cora +0.50 [{0.5 - half:+.2f}, {0.5 + half:+.2f}] (smoothed features).",
+        "T: Cora 81.50, 2.50 below the published 84.00.",
+        f"T: Minus the best control, seed by seed: cora +0.50 [{0.5 - half:+.2f}, {0.5 + half:+.2f}] (smoothed features).",
     ]
     assert verdict([ours], tmp_path / "nowhere") == []
 
@@ -57,16 +57,16 @@ def test_rows_against_one(tmp_path):
     rows = table(("ours", "same", "worse"), against="ours")
     fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "same": [81.0, 81.5, 81.5, 82.0], "worse": [70.0, 72.1, 71.0, 73.1]})
     (said,) = verdict([rows], tmp_path)
-    assert said.startswith("T: 1 of 2 differences stand out (cora, ours minus same +0.00 [") and "ours minus worse +9.95 [+9.86, +10.04])." in said
+    assert said.startswith("T: 1 of 2 differences stand out; ours minus same: cora +0.00 [") and said.endswith(
+        "]; ours minus worse: cora +9.95 [+9.86, +10.04]."
+    )
     (said,) = verdict([table(("ours", "same"), against="ours")], tmp_path)
-    assert said.startswith("T: none of 1 differences stands out (")
+    assert said.startswith("T: None of 1 differences stands out; ours minus same: cora ")
     many = [f"row {at}" for at in range(9)]
     wide = table(("ours", "worse", *many), against="ours")
     noise = {name: [80.0 + at % 3, 81.0, 82.0, 83.0 - at % 2] for at, name in enumerate(many)}
     fill(wide, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1]} | noise)
-    assert verdict([wide], tmp_path) == ["T: 1 of 10 differences stand out (cora, ours minus worse +9.95 [+9.86, +10.04])."], (
-        "of many only those that stand out"
-    )
+    assert verdict([wide], tmp_path) == ["T: 1 of 10 differences stand out; ours minus worse: cora +9.95 [+9.86, +10.04]."], "of many only those that stand out"
 
 
 def test_holm_is_stricter_than_the_level_and_milder_than_bonferroni():
@@ -80,7 +80,7 @@ def test_where_the_highest_mean_lies(tmp_path):
     grid = table(("4", "8", "16"), published={"4": {"cora": 80.0}, "8": {"cora": 85.0}, "16": {"cora": 84.0}})
     scores = {"4": [81.0] * 4, "8": [82.0] * 4, "16": [83.0] * 4}
     fill(grid, tmp_path, scores)
-    assert verdict([grid], tmp_path) == ["T: cora highest at 16 (83.00, the lowest 81.00), published at 8."]
+    assert verdict([grid], tmp_path) == ["T: Cora highest at 16 (83.00, the lowest 81.00), published at 8."]
 
 
 def test_few_labels(tmp_path):
@@ -91,4 +91,4 @@ def test_few_labels(tmp_path):
         path.write_text(
             json.dumps({"seed": cell.seed, "low_labels": {"1": {"ours": 70.0 + cell.seed, "gcn": 60.0 + cell.seed}, "10": {"ours": 80.0, "gcn": None}}})
         )
-    assert verdict([few], tmp_path) == ["T: cora, probe minus GCN +10.00 [+10.00, +10.00] at 1%."]
+    assert verdict([few], tmp_path) == ["T: Cora, probe minus GCN +10.00 [+10.00, +10.00] at 1%."]

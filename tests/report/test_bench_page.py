@@ -68,7 +68,7 @@ def test_few_labels_are_curves(results):
 
 def test_the_page_begins_with_the_verdict(results):
     path, _ = write_bench_page([table("node")], results)
-    assert "The node table: cora 84.50, 0.10 above the published 84.40" in path.read_text()
+    assert "The node table: Cora 84.50, 0.10 above the published 84.40" in path.read_text()
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
