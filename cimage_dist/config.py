@@ -169,7 +169,7 @@ class ClusterConfig:
     )
     labels_path: Optional[str] = opt(
         None,
-        "(or cluster.from) labels made before: a folder of `cimage cluster`, a .npy of one integer per node (-1: none), or .npz with `labels`, `confidence`",
+        "(or cluster.from) labels made before: a folder of `cimage cluster`, a .npy of one integer per node (-1: none), or .npz with `labels`, `confidence` (drawn where it is absent)",
     )
     num_clusters: Optional[int] = opt(None, "number of clusters; unset: the graph's number of classes; 0, or unset without classes: estimated from the graph")
     init_epochs: int = opt(30, "epochs of the edge-only training of selfkmeans")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist import artifacts
+from cimage_dist import artifacts, keyed
 from cimage_dist.config import CIConfig, ClusterConfig, Config, EvalConfig, TrainConfig, fingerprint
 from cimage_dist.errors import UserError
 
@@ -87,11 +87,15 @@ def _edge_only_part(cfg: Config) -> Config:
 
 
 def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """labels int64 [N] (-1: none), confidence float64 [N] (1 where the file has none): .npy, or .npz with `labels`, `confidence`."""
+    """labels int64 [N] (-1: none), confidence float64 [N]: .npy, or .npz with `labels`, `confidence`.
+
+    Without a confidence one is drawn. Equal ones would have the lowest numbers trusted first, and often these mean something: public splits begin with their training nodes.
+    """
     try:
         found = np.load(path, allow_pickle=False)
         labels = found["labels"] if hasattr(found, "files") else found
-        confidence = found["confidence"] if hasattr(found, "files") and "confidence" in found.files else np.ones(len(labels))
+        drawn = keyed.uniform(keyed.stream(0, "initial-labels", 9), torch.arange(len(labels))).numpy()
+        confidence = found["confidence"] if hasattr(found, "files") and "confidence" in found.files else drawn
     except FileNotFoundError:
         raise UserError(f"Label file not found: {path}. Set cluster.labels_path to a .npy or .npz file, or to a folder that `cimage cluster` made.") from None
     except (ValueError, OSError, EOFError, KeyError, TypeError, BadZipFile) as error:
