@@ -56,7 +56,8 @@ def check(command: str) -> None:
         return check("cimage " + shlex.join(job_line(args)[0]))
     if verb == "k8s":
         verb = args.job
-    if getattr(args, "settings", None):
+    is_folder = verb == "report" and len(args.settings) == 1 and Path(args.settings[0]).is_dir()  # of a run, a sweep or tables
+    if getattr(args, "settings", None) and not is_folder:
         entrypoint.config_for(verb, *split_settings(args.settings))
     return None
 
