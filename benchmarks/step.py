@@ -48,7 +48,7 @@ def parts(events: Any) -> dict[str, float]:
 
 
 def measure(name: str, args: argparse.Namespace, folder: str) -> None:
-    overrides = ["model.routing_grad=full", f"model.routing_backend={args.backend}", f"data.store_dir={folder}", *SIZES[name], *args.settings]
+    overrides = ["model.routing_grad=full", f"model.routing_backend={args.backend}", f"data.store_dir={folder}", *SIZES.get(name, []), *args.settings]
     cfg = load_config(ROOT / "configs" / "node" / f"{name}.yaml", overrides=overrides)
     graph = open_graph(cfg.data)
     trainer = Trainer(cfg, graph, graph.topology(), Comm())
@@ -73,7 +73,13 @@ def measure(name: str, args: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=["cora", "photo"], metavar="name or key=value", help="cora, photo (default: both), then settings")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=["cora", "photo"],
+        metavar="name or key=value",
+        help="cora, photo (default: both), others in their shipped size; then settings",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--backend", default="auto", choices=("auto", "reference"))

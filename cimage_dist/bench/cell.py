@@ -16,7 +16,7 @@ from torch import Tensor
 from cimage_dist import artifacts, environment, keyed, stages
 from cimage_dist.bench.low_labels import low_label_scores
 from cimage_dist.bench.spec import Cell
-from cimage_dist.config import Config, fingerprint
+from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.evaluation import evaluate_run
 from cimage_dist.graph.ingest import open_graph
@@ -53,7 +53,7 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
         "command": cell.command(),
         "config": cell.config,
         "overrides": list(cell.overrides),
-        "config_fingerprint": fingerprint(cell.load()),
+        "config_fingerprint": cell.config_fingerprint,
         "recipe": cell.recipe,
         "steps": summary["steps"],
         "seconds": round(summary["seconds"], 1),

@@ -12,7 +12,6 @@ import numpy as np
 from cimage_dist.bench.cell import read_result
 from cimage_dist.bench.low_labels import RATIOS
 from cimage_dist.bench.spec import Cell, Table
-from cimage_dist.config import fingerprint
 
 CONTROLS = {"raw": "raw features", "smoothed": "smoothed features", "untrained": "untrained encoder"}
 
@@ -155,4 +154,4 @@ def outdated(cell: Cell, results: Path) -> bool:
     if not path.is_file():
         return False
     found = read_result(path)
-    return (found["config_fingerprint"], found.get("recipe", 1)) != (fingerprint(cell.load()), cell.recipe)
+    return (found["config_fingerprint"], found.get("recipe", 1)) != (cell.config_fingerprint, cell.recipe)

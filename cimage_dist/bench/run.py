@@ -26,6 +26,11 @@ def missing(tables: Sequence[Table], results: Path) -> list[Cell]:
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
+def wants_workers(command: Sequence[str]) -> bool:
+    """Whether the run asks Ray for workers of its own."""
+    return any(word.startswith("--set=resources.num_workers=") for word in command)
+
+
 def here(command: list[str], folder: str | None = None, more: Mapping[str, str] = MappingProxyType({})) -> tuple[int, str]:
     """In a process of its own, in `folder` and with `more` variables."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**ONE_THREAD, **os.environ, **more})

@@ -83,8 +83,17 @@ class Cell:
     def path(self, results: Path) -> Path:
         return results / self.folder / f"seed-{self.seed}.json"
 
+    @property
+    def _settings(self) -> tuple[str, ...]:
+        return () if self.degrade else self.overrides
+
     def load(self, *more: str) -> Config:
-        return load_config(self.config, overrides=[*(() if self.degrade else self.overrides), f"run.seed={self.seed}", *more])
+        return load_config(self.config, overrides=[*self._settings, f"run.seed={self.seed}", *more])
+
+    @property
+    def config_fingerprint(self) -> str:
+        """The same for all seeds."""
+        return fingerprint(_loaded(self.config, self._settings))
 
     @property
     def recipe(self) -> int:
@@ -94,7 +103,7 @@ class Cell:
         """What makes this run again, apart from the tables."""
         if self.degrade or self.extra:
             return " ".join(["python", *self.work(Path("runs/again"), Path("runs/bench"))])
-        on_ray = [] if self.load().resources.num_workers == 1 else ["--on ray"]
+        on_ray = [] if _loaded(self.config, self._settings).resources.num_workers == 1 else ["--on ray"]
         return " ".join(["cimage pretrain", self.config, *self.changes, f"run.seed={self.seed}", *on_ray])
 
     def work(self, results: Path, runs: Path) -> list[str]:
@@ -104,11 +113,21 @@ class Cell:
         return ["-m", "cimage_dist.runtime.bench_work", self.config, self.dataset, *flags]
 
 
+def _loaded(config: str, overrides: tuple[str, ...] = ()) -> Config:
+    """Tables ask for the same few configs thousands of times: read once, and again when the file changes."""
+    path = Path(config).resolve()
+    return _read(path, path.stat().st_mtime_ns if path.is_file() else 0, overrides)
+
+
 @functools.cache
+def _read(path: Path, changed_ns: int, overrides: tuple[str, ...]) -> Config:
+    return load_config(path, overrides=list(overrides))
+
+
 def _changes(config: str, override: str) -> bool:
     if override.startswith("resources.num_workers="):  # no change of the experiment, but what a table of workers is about
         return True
-    return fingerprint(load_config(config, overrides=[override])) != fingerprint(load_config(config))
+    return fingerprint(_loaded(config, (override,))) != fingerprint(_loaded(config))
 
 
 def load_table(path: Path) -> Table:

@@ -12,7 +12,7 @@ import traceback
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from cimage_dist.bench.run import ONE_THREAD, here
+from cimage_dist.bench.run import ONE_THREAD, here, wants_workers
 from cimage_dist.runtime.bench_work import main
 
 
@@ -51,7 +51,7 @@ class KeptProcesses:
             os.environ.setdefault(name, value)  # read when a new process loads its libraries
 
     def __call__(self, command: list[str]) -> tuple[int, str]:
-        if any(word.startswith("--set=resources.num_workers=") for word in command):
+        if wants_workers(command):
             return here(command)  # starts Ray, which is to end with the run
         if not hasattr(self._own, "pool"):
             self._own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)

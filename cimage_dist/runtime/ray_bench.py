@@ -7,11 +7,9 @@ from typing import Any
 
 import ray
 
-from cimage_dist.bench.run import Execute, here
+from cimage_dist.bench.run import Execute, here, wants_workers
 from cimage_dist.config import Config
 from cimage_dist.runtime.ray_session import start_ray
-
-_SEVERAL = "--set=resources.num_workers="
 
 
 def on_ray() -> tuple[Execute, int]:
@@ -22,8 +20,7 @@ def on_ray() -> tuple[Execute, int]:
 
     def execute(command: list[str]) -> tuple[int, str]:
         # A run of several workers asks this cluster for their room itself: with a share of its own it could wait for that for ever.
-        is_waiting = any(word.startswith(_SEVERAL) for word in command)
-        found: tuple[int, str] = ray.get(task.options(num_cpus=0 if is_waiting else 1).remote(command, folder, {"RAY_ADDRESS": address}))
+        found: tuple[int, str] = ray.get(task.options(num_cpus=0 if wants_workers(command) else 1).remote(command, folder, {"RAY_ADDRESS": address}))
         return found
 
     return execute, max(1, int(ray.cluster_resources().get("CPU", 1)))

@@ -94,8 +94,10 @@ def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
     try:
         found = np.load(path, allow_pickle=False)
         labels = found["labels"] if hasattr(found, "files") else found
-        drawn = keyed.uniform(keyed.stream(0, "initial-labels", 9), torch.arange(len(labels))).numpy()
-        confidence = found["confidence"] if hasattr(found, "files") and "confidence" in found.files else drawn
+        if hasattr(found, "files") and "confidence" in found.files:
+            confidence = found["confidence"]
+        else:
+            confidence = keyed.uniform(keyed.stream(0, "initial-labels", 9), torch.arange(len(labels))).numpy()
     except FileNotFoundError:
         raise UserError(f"Label file not found: {path}. Set cluster.labels_path to a .npy or .npz file, or to a folder that `cimage cluster` made.") from None
     except (ValueError, OSError, EOFError, KeyError, TypeError, BadZipFile) as error:
