@@ -110,8 +110,14 @@ class DataConfig:
 class ModelConfig:
     num_factors: int = opt(16, "K, number of latent factors")
     factor_dim: int = opt(32, "c, channels per factor; the embedding has K*c columns")
+    init: Literal["random", "pca"] = opt("random", "start of the projection: random, or the principal directions of the features, rotated")
+    hidden: int = opt(0, "hidden width of the projection, the appendix's 'encoder hidden dim.'; 0: one linear layer")
+    propagation: Literal["routing", "gcn"] = opt("routing", "layers after the projection: neighbourhood routing (paper), or plain GCN smoothing")
+    teleport: float = opt(0.0, "alpha, share of the node's own projected factors mixed back in after every layer")
     dropout: float = opt(0.5, "dropout on the input features")
-    norm: Literal["auto", "batch", "moments", "layer"] = opt("auto", "normalisation after the projection; auto: batch on the full graph, moments when sampled")
+    norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
+        "auto", "normalisation of the projection's first layer; auto: none with init=pca, else batch on the full graph, moments when sampled"
+    )
     num_layers: int = opt(3, "routing layers")
     routing_iterations: int = opt(4, "T, iterations inside a routing layer")
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
@@ -130,8 +136,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("num_factors", "factor_dim", "num_layers", "routing_iterations", "structure_hidden", "structure_layers", "factor_hidden", "factor_layers"):
             need(getattr(self, name) >= 1, f"model.{name}", "must be at least 1", getattr(self, name))
-        for name in ("dropout", "structure_dropout", "factor_dropout"):
+        for name in ("dropout", "structure_dropout", "factor_dropout", "teleport"):
             need(0 <= getattr(self, name) < 1, f"model.{name}", "must lie in [0, 1)", getattr(self, name))
+        need(self.hidden >= 0, "model.hidden", "must not be negative", self.hidden)
+        need(self.init == "random" or not self.hidden, "model.hidden", "must be 0 with model.init=pca, which starts one linear layer", self.hidden)
         need(self.routing_temperature > 0, "model.routing_temperature", "must be positive", self.routing_temperature)
 
 

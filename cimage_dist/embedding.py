@@ -1,6 +1,7 @@
 """Embeddings of a graph of any size: one pass over all rows for each layer, from one set of part files to the next.
 
-A work folder beside the result holds the plan, the weights and two buffers, the input and the output of the pass under way:
+A work folder beside the result holds the plan, the weights and two buffers, the input and the output of the pass under way (with
+model.teleport the first pass too):
 
     embeddings-work/  plan.json  config.yaml  model/  [nodes.npy]  pass-1/part-00000.npy ...  pass-2/part-00000.npy ...
 
@@ -56,12 +57,14 @@ class Plan:
     """What is made, and all that decides its content: a work folder with another plan is of no use.
 
     passes: 1 where chosen nodes are embedded with their sampled neighbourhoods, else the stages of the encoder.
+    keeps_start: every layer reads the first pass again (model.teleport), so it stays to the end.
     """
 
     rows: int
     width: int
     part_rows: int
     passes: int
+    keeps_start: bool
     chunk_floats: int
     step: int
     weights: str
@@ -84,6 +87,7 @@ def make_plan(cfg: Config, model: CimageModel, step: int, graph: Graph, nodes: N
         width=cfg.model.num_factors * cfg.model.factor_dim,
         part_rows=part_size(rows, part_rows),
         passes=num_stages(cfg.model) if nodes is None else 1,
+        keeps_start=nodes is None and cfg.model.teleport > 0,
         chunk_floats=chunk_floats,
         step=step,
         weights=digest.hexdigest(),
@@ -108,7 +112,7 @@ class Bench:
         self.encoder = model_from_weights(self.cfg, weights).to(self.device).encoder
         self.graph = graph or open_graph(self.cfg.data)
         self.topology, _ = training_graph(self.graph, self.cfg.data, self.cfg.run.seed)
-        self._input: tuple[int, RowFiles] | None = None
+        self._open: dict[int, RowFiles] = {}
 
     def make(self, stage: int, index: int) -> Facts:
         """Make a part of a pass unless it is there."""
@@ -121,17 +125,19 @@ class Bench:
 
     def _exact(self, stage: int, rows: slice) -> Iterator[Rows]:
         read = self._features if stage == 0 else self._rows_of(stage - 1)
-        for chunk in encode_rows(self.encoder, stage, rows, self.topology, read, self.plan.chunk_floats):
+        start = self._rows_of(0) if self.plan.keeps_start and stage else None
+        for chunk in encode_rows(
+            self.encoder, stage, rows, self.topology, read, start, self.plan.chunk_floats
+        ):
             yield chunk.numpy()
 
     def _features(self, gids: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self.graph.x[gids.numpy()]))
 
     def _rows_of(self, stage: int) -> Callable[[Tensor], Tensor]:
-        # One reader at a time: an open map would keep a buffer on disk after its removal.
-        if self._input is None or self._input[0] != stage:
-            self._input = (stage, self.plan.files(self.root, stage))
-        files = self._input[1]
+        # No reader of a pass before: an open map would keep a buffer on disk after its removal.
+        self._open = {at: files for at, files in self._open.items() if at in (0, stage)}
+        files = self._open.setdefault(stage, self.plan.files(self.root, stage))
         return lambda gids: torch.from_numpy(files.take(gids.numpy()))
 
     def _sampled(self, rows: slice) -> Iterator[Rows]:
@@ -191,7 +197,7 @@ def make_embeddings(
             for count, (_, facts) in enumerate(execute(root, tasks) if tasks else (), done + 1):
                 found |= facts
                 tick(count, len(files) * plan.passes)
-            if stage:
+            if stage > plan.keeps_start:
                 shutil.rmtree(plan.files(root, stage - 1).folder, ignore_errors=True)
         _commit(root, plan, found, final)
 
@@ -221,7 +227,7 @@ def _is_whole(files: RowFiles) -> bool:
 def _check_room(root: Path, plan: Plan, first: int) -> None:
     files = plan.files(root, first)
     there = sum(path.stat().st_size for path in root.rglob("part-*.npy"))
-    wanted, free = files.nbytes * min(2, plan.passes) - there, shutil.disk_usage(root).free
+    wanted, free = files.nbytes * min(2 + plan.keeps_start, plan.passes) - there, shutil.disk_usage(root).free
     if wanted > free:
         raise UserError(
             f"The embedding needs {wanted / 1e9:,.1f} GB more in {root.parent}, where {free / 1e9:,.1f} GB are free. Make room, or use another run.dir."

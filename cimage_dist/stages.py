@@ -28,7 +28,12 @@ from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.inference import embed_graph
-from cimage_dist.nn.model import CimageModel, build_model, norm_kind
+from cimage_dist.nn.model import (
+    CimageModel,
+    build_model,
+    model_from_weights,
+    needs_moments,
+)
 from cimage_dist.rows import RowFiles, add_parquet, describe_parts, load_rows, step_of
 from cimage_dist.train.loop import Trainer, pick_device, worker
 from cimage_dist.train.progress import Progress
@@ -213,14 +218,13 @@ def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Check
         )
     check_graph(run, graph)
     saved = checkpoint.load_selected(run.checkpoints, cfg.train.select)
-    model = untrained_model(cfg, graph)
-    checkpoint.unpack_model(model, saved.tensors, saved.path)
-    return model, saved
+    model = model_from_weights(cfg, checkpoint.model_weights(saved.tensors))
+    return model.to(pick_device(cfg)), saved
 
 
 def untrained_model(cfg: Config, graph: Graph) -> CimageModel:
     """The model as it is before the first step."""
-    moments = graph.feature_moments() if norm_kind(cfg) == "moments" else None
+    moments = graph.feature_moments() if needs_moments(cfg) else None
     return build_model(graph.num_features, cfg, moments).to(pick_device(cfg)).eval()
 
 

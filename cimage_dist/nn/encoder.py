@@ -1,69 +1,138 @@
-"""The encoder: features -> K latent factors per node, by projection, routing layers and a smoothing tail."""
+"""The encoder: features -> K latent factors per node, by projection and weight-free layers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cimage_dist.config import ModelConfig
+from cimage_dist.nn.dropout import dropout
 from cimage_dist.nn.features import Features, project_rows
 from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.norm import make_norm
-from cimage_dist.nn.routing import route
+from cimage_dist.nn.propagate import propagate
+from cimage_dist.nn.routing import normalize_factors, route
 from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.types import EdgeList, FeatureMoments
 
 
 class Encoding(NamedTuple):
-    """h: routing output [N, K, C], from which the conditional-independence scores are taken; z: after the tail, the embedding."""
+    """h: output of the layers [N, K, C], which the conditional-independence scores look at;
+    z: after the tail, the embedding.
+    """
 
     h: Tensor
     z: Tensor
 
 
 class Encoder(nn.Module):
-    """projection -> `num_layers` routing layers -> tail (§2). No weights beyond the projection."""
+    """projection -> `num_layers` layers P -> tail (§2). No weights beyond the projection.
 
-    def __init__(self, num_features: int, cfg: ModelConfig, norm: str = "batch", moments: FeatureMoments | None = None) -> None:
+    With teleport α every layer mixes the projected factors back in (§22):
+
+        h⁰ = per-factor unit rows of the projection,   h ← (1-α)·P(h) + α·h⁰
+
+    P is a routing layer (with teleport: its output per factor of unit length), or one GCN
+    smoothing.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        cfg: ModelConfig,
+        norm: str = "batch",
+        moments: FeatureMoments | None = None,
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         width = cfg.num_factors * cfg.factor_dim
-        self.linear = nn.Linear(num_features, width)
+        self.linear = nn.Linear(num_features, cfg.hidden or width)
         self.norm = make_norm(norm, self.linear, cfg.dropout, moments)
+        self.output = nn.Linear(cfg.hidden, width) if cfg.hidden else None
+
+    @property
+    def starts_unit(self) -> bool:
+        """Whether `project` gives unit factors: where they are mixed in, or smoothed as they are."""
+        return self.cfg.propagation == "gcn" or self.cfg.teleport > 0
 
     def project(self, x_NF: Features) -> Tensor:
-        """dropout -> Linear -> norm, factor-major view [N, K, C]; no activation (§2)."""
-        projected = project_rows(x_NF, self.linear, self.cfg.dropout, self.training)
-        normed: Tensor = self.norm(projected)
-        return normed.view(-1, self.cfg.num_factors, self.cfg.factor_dim)
-
-    def route_layer(self, x_NKC: Tensor, edges: EdgeList, targets: slice | None = None, is_unit: bool = False) -> Tensor:
+        """dropout -> Linear -> norm [-> ELU -> dropout -> Linear], factor-major [N, K, C] (§2)."""
         cfg = self.cfg
-        options = (cfg.routing_iterations, cfg.routing_temperature, cfg.routing_init, cfg.routing_final_norm, cfg.routing_grad, targets, cfg.routing_backend)
-        return route(x_NKC, edges, *options, is_unit)
+        rows: Tensor = self.norm(project_rows(x_NF, self.linear, cfg.dropout, self.training))
+        if self.output is not None:
+            rows = self.output(dropout(F.elu(rows), cfg.dropout, self.training))
+        factors = rows.view(-1, cfg.num_factors, cfg.factor_dim)
+        return normalize_factors(factors) if self.starts_unit else factors
+
+    def layer(
+        self,
+        x_NKC: Tensor,
+        edges: EdgeList,
+        start_TKC: Tensor | None = None,
+        targets: slice | None = None,
+        is_unit: bool = False,
+        degree: Tensor | None = None,
+    ) -> Tensor:
+        """One layer: (1-α)·P(x) + α·start [T, K, C]; `start` are the targets' rows of h⁰.
+
+        `targets` restricts the result to a range of rows; `edges.dst` then counts from its start.
+        `degree` [N] of A + I is for GCN smoothing, as in `gcn_weights`.
+        """
+        cfg = self.cfg
+        if cfg.propagation == "gcn":
+            out = gcn_smooth(x_NKC, edges, degree, targets)
+        else:
+            out = route(
+                x_NKC,
+                edges,
+                cfg.routing_iterations,
+                cfg.routing_temperature,
+                cfg.routing_init,
+                cfg.routing_final_norm or cfg.teleport > 0,
+                cfg.routing_grad,
+                targets,
+                cfg.routing_backend,
+                is_unit,
+            )
+        if cfg.teleport == 0:
+            return out
+        assert start_TKC is not None
+        return (1 - cfg.teleport) * out + cfg.teleport * start_TKC
 
     def _stored(self, h_NKC: Tensor) -> Tensor:
-        """Under autocast the layers' inputs, all that is kept of them for the backward pass, are held in its type."""
+        """Under autocast the layers' inputs, all that is kept of them for the backward pass, are
+        held in its type.
+        """
         device = h_NKC.device.type
-        return h_NKC.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else h_NKC
+        if not torch.is_autocast_enabled(device):
+            return h_NKC
+        return h_NKC.to(torch.get_autocast_dtype(device))
 
     def forward(self, x_NF: Features, edges: EdgeList, hops: Hops | None = None) -> Encoding:
-        """(h, z) of all nodes. With `hops` each layer stops at the nodes from which its output still reaches a seed (§20), so h and z
-        have fewer rows than x: the seeds come first and are all there, equal to what the whole subgraph gives.
+        """(h, z) of all nodes. With `hops` each layer stops at the nodes from which its output
+        still reaches a seed (§20), so h and z have fewer rows than x: the seeds come first and are
+        all there, equal to what the whole subgraph gives.
         """
-        h_NKC = self._stored(self.project(x_NF))
+        cfg = self.cfg
+        start = self.project(x_NF)
+        if cfg.propagation == "gcn":
+            h = propagate(start, edges, cfg.teleport, cfg.num_layers, hops)
+            return Encoding(h, h)
+        h_NKC = start = self._stored(start)
         if hops is None:
-            for _ in range(self.cfg.num_layers):
-                h_NKC = self.route_layer(h_NKC, edges)
+            for _ in range(cfg.num_layers):
+                h_NKC = self.layer(h_NKC, edges, start)
             h_NKC = h_NKC.to(self.linear.weight.dtype)
-            return Encoding(h_NKC, gcn_smooth(h_NKC, edges) if self.cfg.tail else h_NKC)
-        reach = self.cfg.num_layers + self.cfg.tail
-        for layer in range(1, self.cfg.num_layers + 1):
-            h_NKC = self.route_layer(h_NKC, *hops.within(edges, reach - layer))
+            return Encoding(h_NKC, gcn_smooth(h_NKC, edges) if cfg.tail else h_NKC)
+        reach = cfg.num_layers + cfg.tail
+        for number in range(1, cfg.num_layers + 1):
+            near, rows = hops.within(edges, reach - number)
+            h_NKC = self.layer(h_NKC, near, start[rows], rows)
         h_NKC = h_NKC.to(self.linear.weight.dtype)
-        if not self.cfg.tail:
+        if not cfg.tail:
             return Encoding(h_NKC, h_NKC)
         near, seeds = hops.within(edges, 0)
         degree = None if edges.degree is None else edges.degree[: h_NKC.shape[0]] + 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.nn.features import Features
+from cimage_dist.nn.propagate import propagate
 from cimage_dist.nn.routing import normalize_factors, use_fused
 from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.types import EdgeList, Topology
@@ -44,30 +45,53 @@ def encode_graph(encoder: Encoder, x: Features, topology: Topology, max_floats: 
     """(h, z) of all nodes on the unmasked topology, equal to the encoder's own forward in eval mode."""
     was_training = encoder.training
     encoder.eval()
-    device, dtype = encoder.linear.weight.device, encoder.linear.weight.dtype
-    width = encoder.cfg.num_factors * encoder.cfg.factor_dim
+    cfg, weight = encoder.cfg, encoder.linear.weight
+    width = cfg.num_factors * cfg.factor_dim
     if isinstance(x, Tensor):
         step = max(1, max_floats // max(width, x.shape[1]))
-        h = torch.cat([encoder.project(x[begin : begin + step].to(device, dtype)) for begin in range(0, x.shape[0], step)])
+        start = torch.cat(
+            [
+                encoder.project(x[begin : begin + step].to(weight.device, weight.dtype))
+                for begin in range(0, x.shape[0], step)
+            ]
+        )
     else:
-        h = encoder.project(x.to(dtype))
-    # The fused operator makes nothing of size messages x width: all targets at once.
-    is_whole = use_fused(h, encoder.cfg.routing_backend)
-    whole = range_edges(topology, slice(0, topology.num_nodes), device) if is_whole else None
-    for _ in range(encoder.cfg.num_layers):
-        if whole is not None:
-            h = encoder.route_layer(h, whole)
-        else:
-            unit = normalize_factors(h)
-            h = torch.cat(
-                [encoder.route_layer(unit, range_edges(topology, rows, device), rows, is_unit=True) for rows in target_ranges(topology, width, max_floats)]
-            )
-    z = h
-    if encoder.cfg.tail:
-        degree = (topology.degrees() + 1).to(device)
-        z = torch.cat([gcn_smooth(h, range_edges(topology, rows, device), degree, rows) for rows in target_ranges(topology, width, max_floats)])
+        start = encoder.project(x.to(weight.dtype))
+    if cfg.propagation == "gcn":
+        # Nothing of size messages x width is made: all targets at once.
+        edges = range_edges(topology, slice(0, topology.num_nodes), weight.device)
+        h = z = propagate(start, edges, cfg.teleport, cfg.num_layers)
+    else:
+        h = _routed(encoder, start, topology, max_floats)
+        z = _smoothed(h, topology, max_floats) if cfg.tail else h
     encoder.train(was_training)
     return Encoding(h, z)
+
+
+def _routed(encoder: Encoder, start: Tensor, topology: Topology, max_floats: int) -> Tensor:
+    """All routing layers; [N, K, C]."""
+    h, cfg, width = start, encoder.cfg, start[:1].numel()
+    # The fused operator makes nothing of size messages x width: all targets at once.
+    if use_fused(h, cfg.routing_backend):
+        whole = range_edges(topology, slice(0, topology.num_nodes), h.device)
+        for _ in range(cfg.num_layers):
+            h = encoder.layer(h, whole, start)
+        return h
+    for _ in range(cfg.num_layers):
+        unit = normalize_factors(h)
+        h = torch.cat(
+            [
+                encoder.layer(unit, range_edges(topology, rows, h.device), start[rows], rows, is_unit=True)
+                for rows in target_ranges(topology, width, max_floats)
+            ]
+        )
+    return h
+
+
+def _smoothed(h: Tensor, topology: Topology, max_floats: int) -> Tensor:
+    degree = (topology.degrees() + 1).to(h.device)
+    parts = target_ranges(topology, h[:1].numel(), max_floats)
+    return torch.cat([gcn_smooth(h, range_edges(topology, rows, h.device), degree, rows) for rows in parts])
 
 
 def embed_graph(encoder: Encoder, x: Features, topology: Topology) -> Tensor:
@@ -75,9 +99,14 @@ def embed_graph(encoder: Encoder, x: Features, topology: Topology) -> Tensor:
     return encode_graph(encoder, x, topology).z.flatten(1).float().cpu()
 
 
+def reach(cfg: ModelConfig) -> int:
+    """Hops from which a node's embedding takes information."""
+    return cfg.num_layers + (cfg.tail and cfg.propagation == "routing")
+
+
 def num_stages(cfg: ModelConfig) -> int:
-    """Passes over all rows: the projection, each routing layer, the tail."""
-    return 1 + cfg.num_layers + cfg.tail
+    """Passes over all rows: the projection, each layer, the tail of a routing encoder."""
+    return 1 + reach(cfg)
 
 
 def closed_range(topology: Topology, rows: slice) -> tuple[Tensor, EdgeList, slice]:
@@ -93,12 +122,19 @@ def closed_range(topology: Topology, rows: slice) -> tuple[Tensor, EdgeList, sli
 
 @torch.no_grad()
 def encode_rows(
-    encoder: Encoder, stage: int, rows: slice, topology: Topology, read: Callable[[Tensor], Tensor], max_floats: int = MAX_FLOATS
+    encoder: Encoder,
+    stage: int,
+    rows: slice,
+    topology: Topology,
+    read: Callable[[Tensor], Tensor],
+    read_start: Callable[[Tensor], Tensor] | None = None,
+    max_floats: int = MAX_FLOATS,
 ) -> Iterator[Tensor]:
     """The output of a stage for a range of rows, a few at a time: float32 [n, K*C] on the CPU, equal to what `encode_graph` has there.
 
-    Stage 0 projects the features, 1 .. num_layers route, the one after smooths. `read(gids)` gives rows of the stage's input, gids
-    ascending. The encoder must be in eval mode. How the range is cut depends on it and on max_floats alone.
+    Stage 0 projects the features, 1 .. num_layers are the layers, the one after smooths. `read(gids)` gives rows of the stage's input,
+    gids ascending; `read_start` rows of stage 0, which an encoder with teleport asks for. The encoder must be in eval mode. How the range
+    is cut depends on it and on max_floats alone.
     """
     assert not encoder.training
     cfg, weight = encoder.cfg, encoder.linear.weight
@@ -109,13 +145,18 @@ def encode_rows(
             x = read(torch.arange(begin, min(begin + step, rows.stop)))
             yield encoder.project(x.to(weight.device, weight.dtype)).flatten(1).float().cpu()
         return
+
+    def factors(flat: Tensor) -> Tensor:
+        return flat.to(weight.device, weight.dtype).view(-1, cfg.num_factors, cfg.factor_dim)
+
     for part in target_ranges(topology, width, max_floats, rows):
         gids, edges, targets = closed_range(topology, part)
-        h = read(gids).to(weight.device, weight.dtype).view(-1, cfg.num_factors, cfg.factor_dim)
+        h = factors(read(gids))
         edges = edges.to(weight.device)
+        degree = (topology.indptr[gids + 1] - topology.indptr[gids] + 1).to(weight.device)
         if stage <= cfg.num_layers:
-            out = encoder.route_layer(h, edges, targets)
+            start = factors(read_start(torch.arange(part.start, part.stop))) if read_start else None
+            out = encoder.layer(h, edges, start, targets, degree=degree)
         else:
-            degree = topology.indptr[gids + 1] - topology.indptr[gids] + 1
-            out = gcn_smooth(h, edges, degree.to(weight.device), targets)
+            out = gcn_smooth(h, edges, degree, targets)
         yield out.flatten(1).float().cpu()

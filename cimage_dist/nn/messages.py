@@ -41,11 +41,33 @@ def can_compile(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and x.dtype == tensors[0].dtype for x in tensors)
 
 
-def _add(out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tensor) -> Tensor:
+class Grouped:
+    """The order of messages by target, found once for calls that share their targets."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], Any] = {}
+
+    def of(self, to: Tensor, num_targets: int) -> Any:
+        from cimage_dist.nn.messages_cpu import group  # loads the compiler
+
+        key = (to.numel(), num_targets)
+        if key not in self._found:
+            self._found[key] = group(to.numpy(), num_targets)
+        return self._found[key]
+
+
+def add_weighted(
+    out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tensor, grouped: Grouped | None = None
+) -> Tensor:
+    """out[to[e]] += weight[e]·x[by[e]] in place; each target adds its messages in their order.
+
+    `grouped` is kept by a caller whose `to` are prefixes of one list.
+    """
     if can_compile(x, weight_E, out):
         from cimage_dist.nn.messages_cpu import add_messages  # loads the compiler
 
-        return add_messages(out, to, x, by, weight_E)
+        by_target = (grouped or Grouped()).of(to, out.shape[0])
+        return add_messages(out, by_target, x, by, weight_E)
     size = max(1, _CHUNK_FLOATS // max(x[:1].numel(), 1))
     for begin in range(0, to.numel(), size):
         part = slice(begin, begin + size)
@@ -58,11 +80,11 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, base_TD: Tensor, x_ND: Tensor, weight_E: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         ctx.num_nodes = x_ND.shape[0]
         ctx.save_for_backward(weight_E, src, dst)
-        return _add(base_TD.clone(memory_format=torch.contiguous_format), dst, x_ND, src, weight_E)
+        return add_weighted(base_TD.clone(memory_format=torch.contiguous_format), dst, x_ND, src, weight_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         weight_E, src, dst = ctx.saved_tensors
-        grad_x = _add(grad.new_zeros((ctx.num_nodes, grad.shape[1])), src, grad, dst, weight_E) if ctx.needs_input_grad[1] else None
+        grad_x = add_weighted(grad.new_zeros((ctx.num_nodes, grad.shape[1])), src, grad, dst, weight_E) if ctx.needs_input_grad[1] else None
         return grad, grad_x, None, None, None

@@ -13,7 +13,7 @@ from cimage_dist.nn.parts import num_parts, run_parts
 
 
 @numba.njit(cache=True, nogil=True)
-def _group(to: Any, num_targets: int) -> Any:
+def group(to: Any, num_targets: int) -> Any:
     """Messages by target: order[indptr[v]:indptr[v+1]] are those into v, in their order (counting sort)."""
     indptr = np.zeros(num_targets + 1, np.int64)
     for v in to:
@@ -38,9 +38,12 @@ def _sum_rows(out_TD: Any, indptr: Any, order: Any, x_ND: Any, by: Any, weight: 
                 out_TD[v, c] += w * x_ND[u, c]
 
 
-def add_messages(out_TD: Tensor, to: Tensor, x_ND: Tensor, by: Tensor, weight: Tensor) -> Tensor:
-    """out[to[e]] += weight[e]·x[by[e]] in place. Each target adds its messages in their order, so the bits do not depend on the threads."""
-    indptr, order = _group(to.numpy(), out_TD.shape[0])
+def add_messages(out_TD: Tensor, by_target: Any, x_ND: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """out[to[e]] += weight[e]·x[by[e]] in place, `by_target` = group(to, T).
+
+    Each target adds its messages in their order, so the bits do not depend on the threads.
+    """
+    indptr, order = by_target
     parts = num_parts()
     # Shares of about equal load: a target costs as much as a message.
     load = indptr + np.arange(indptr.size)

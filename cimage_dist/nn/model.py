@@ -13,6 +13,7 @@ from cimage_dist.nn.decoders import FactorDecoder, StructureDecoder
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import Hops
+from cimage_dist.nn.pca_start import start_from_pca
 from cimage_dist.types import EdgeList, FeatureMoments
 
 
@@ -29,7 +30,14 @@ def norm_kind(cfg: Config) -> str:
     """What `model.norm=auto` stands for: sampled rows have no moments worth trusting, so the closed form is used for them."""
     if cfg.model.norm != "auto":
         return cfg.model.norm
+    if cfg.model.init == "pca":
+        return "none"  # the start is centred, and its channels deviate alike
     return "moments" if cfg.sampler.fanouts else "batch"
+
+
+def needs_moments(cfg: Config) -> bool:
+    """Whether the model is built from the moments of the graph's features."""
+    return cfg.model.init == "pca" or norm_kind(cfg) == "moments"
 
 
 class CimageModel(nn.Module):
@@ -53,10 +61,15 @@ class CimageModel(nn.Module):
 
 
 def build_model(num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> CimageModel:
-    """Initial weights are a function of run.seed alone; the caller's random state is left as it was."""
+    """Initial weights are a function of run.seed (and, with model.init=pca, of the moments) alone; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed.stream(cfg.run.seed, "init"))
-        return CimageModel(num_features, cfg, moments)
+        model = CimageModel(num_features, cfg, moments)
+    if cfg.model.init == "pca":
+        if moments is None:
+            raise ValueError("model.init=pca needs the feature moments of the graph")
+        start_from_pca(model.encoder.linear, moments, cfg.run.seed)
+    return model
 
 
 def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
@@ -67,6 +80,6 @@ def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
         cov = weights["encoder.norm.cov"]
         full = cov.shape[0] == cov.shape[1]
         moments = FeatureMoments(weights["encoder.norm.mean"], weights["encoder.norm.sqmean"], cov if full else None, None if full else cov)
-    model = build_model(num_features, cfg, moments)
+    model = CimageModel(num_features, cfg, moments)
     model.load_state_dict(weights)
     return model.eval()

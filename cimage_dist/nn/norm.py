@@ -99,6 +99,8 @@ def settle(norm: nn.Module, linear: nn.Linear, x: Tensor, rows: int = 1 << 14) -
 
 
 def make_norm(kind: str, linear: nn.Linear, dropout: float, moments: FeatureMoments | None) -> nn.Module:
+    if kind == "none":
+        return nn.Identity()
     if kind == "batch":
         return BatchNorm(linear.out_features)
     if kind == "layer":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
+from cimage_dist.nn.inference import reach
 from cimage_dist.plan.batch import masked_edges
 from cimage_dist.plan.sizes import GraphSize
 from cimage_dist.train.initial import method_for
@@ -39,12 +40,13 @@ def _complaints(cfg: Config, size: GraphSize, edges: int) -> Iterator[str]:
             )
         if sampler.batch_edges > edges // 2:
             yield f"sampler.batch_edges is {sampler.batch_edges:,}, more than the {edges // 2:,} undirected edges of the graph. Lower it."
-        reach = cfg.model.num_layers + cfg.model.tail
-        if len(sampler.fanouts) != reach:
-            effect = "the outer layers would see no neighbours" if len(sampler.fanouts) < reach else "the last hops would be sampled for nothing"
+        hops = reach(cfg.model)
+        is_truncated = cfg.model.propagation == "gcn" and len(sampler.fanouts) < hops
+        if len(sampler.fanouts) != hops and not is_truncated:
+            effect = "the outer layers would see no neighbours" if len(sampler.fanouts) < hops else "the last hops would be sampled for nothing"
             yield (
                 f"sampler.fanouts has {len(sampler.fanouts)} hops, but model.num_layers={cfg.model.num_layers} and model.tail={str(cfg.model.tail).lower()} "
-                f"reach {reach}: {effect}. Give {reach} fan-outs."
+                f"reach {hops}: {effect}. Give {hops} fan-outs."
             )
         if sampler.loader_processes >= res.cpus_per_worker and sampler.loader_processes:
             yield (

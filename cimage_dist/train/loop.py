@@ -22,7 +22,7 @@ from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import compact
-from cimage_dist.nn.model import CimageModel, build_model, norm_kind
+from cimage_dist.nn.model import CimageModel, build_model, needs_moments
 from cimage_dist.nn.norm import BatchNorm
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
@@ -58,7 +58,7 @@ class Trainer:
             raise UserError(f"Graph {graph.name!r} has no edges to train on.")
         self.cfg, self.graph, self.topology, self.comm = cfg, graph, topology, comm
         self.device = pick_device(cfg)
-        moments = graph.feature_moments() if norm_kind(cfg) == "moments" else None
+        moments = graph.feature_moments() if needs_moments(cfg) else None
         self.model = build_model(graph.num_features, cfg, moments).to(self.device, torch.get_default_dtype())
         if cfg.resources.compile:
             for part in (self.model.structure, self.model.factors):
