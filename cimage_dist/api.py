@@ -38,7 +38,7 @@ class Pretrainer:
 
     def fit(self, graph: Any) -> Pretrainer:
         """Train on a Graph or a torch_geometric Data; returns self."""
-        graph = as_graph(graph)
+        graph = as_graph(graph, self.cfg.data)
         sink = MemorySink(Progress(quiet=not self.progress))
         try:
             trainer = stages.train(self.cfg, Comm(), sink, graph)
@@ -55,7 +55,7 @@ class Pretrainer:
 
     def embed(self, graph: Any) -> Tensor:
         """float32 [num_nodes, K*c]; row i is node i. Any graph with the same features will do."""
-        graph = as_graph(graph)
+        graph = as_graph(graph, self.cfg.data)
         self._check_fitted()
         width = self.model_.encoder.linear.in_features
         if graph.num_features != width:

@@ -56,7 +56,9 @@ class DataConfig:
     features: Literal["given", "degree", "hash", "laplacian"] = opt("given", "node features: as given, or made from the graph when there are none")
     made_features: int = opt(64, "width of features made from the graph (hash, laplacian)")
     feature_dtype: Literal["float32", "float16"] = opt("float32", "storage type of features")
-    normalize: Literal["source", "none", "row"] = opt("source", "row: each row sums to 1; source: what is usual for this dataset")
+    normalize: Literal["unit", "row", "none", "source"] = opt(
+        "unit", "each feature row is scaled to length 1 (unit) or sum 1 (row), or kept (none); source: what is usual for this dataset"
+    )
     verify: Literal["auto", "always", "never"] = opt("auto", "checksum of store files when opened; auto: stores up to 1 GiB")
     split: Literal["auto", "public", "random", "per_class"] = opt("auto", "node split; auto: the public one where it exists, else random")
     split_index: int = opt(0, "which of several public splits (WikiCS has 20)")
@@ -250,10 +252,11 @@ class SamplerConfig:
 
 @dataclass
 class OptimConfig:
-    lr_max: float = opt(0.01, "learning rate after each restart")
-    lr_min: float = opt(0.001, "learning rate at the end of each cosine period")
-    t0_steps: int = opt(10, "optimiser steps of the first cosine period")
-    t_mult: int = opt(2, "each period is this many times the one before")
+    lr_max: float = opt(0.01, "learning rate at the start, or after each restart")
+    lr_min: float = opt(0.001, "learning rate at the end of the run, or of each cosine period")
+    schedule: Literal["cosine", "restarts"] = opt("restarts", "cosine: once from lr_max to lr_min over the run; restarts: cosine periods (released code)")
+    t0_steps: int = opt(10, "restarts: optimiser steps of the first cosine period")
+    t_mult: int = opt(2, "restarts: each period is this many times the one before")
     weight_decay: float = opt(5e-5, "Adam's L2 penalty")
     clip_norm: float = opt(1.0, "gradient norm is clipped here; 0 turns clipping off")
 

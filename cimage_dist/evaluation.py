@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cimage_dist import artifacts, stages
 from cimage_dist.artifacts import RunDir
-from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.config import Config, DataConfig, fingerprint, run_dir
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import smooth_features
 from cimage_dist.eval.links import dot_score, link_scores
@@ -29,18 +29,19 @@ NO_HOLDOUT = "trained on all edges, so no edge is left that training has not see
 FOREIGN = "an embedding from a file may have seen the held-out edges and brings no decoder"
 
 
-def as_graph(graph: Any) -> Graph:
-    """A Graph as it is; a torch_geometric Data is converted."""
+def as_graph(graph: Any, data: DataConfig) -> Graph:
+    """A Graph as it is; a torch_geometric Data is converted, its rows scaled as data.normalize says."""
     if isinstance(graph, Graph):
         return graph
     if not hasattr(graph, "edge_index"):
         raise UserError(f"Expected a graph from open_graph or a torch_geometric Data; got {type(graph).__name__}. Try open_graph(name or folder).")
-    return Graph.from_data(graph)
+    return Graph.from_data(graph, normalize=data.normalize)
 
 
 def evaluate(z: Tensor | np.ndarray, graph: Any, cfg: Config | None = None, tasks: Sequence[str] = ("node", "cluster")) -> dict[str, Any]:
     """Score any embedding matrix (row i is node i) on the labels and structure of a Graph or Data; numbers in percent."""
-    cfg, graph = cfg or Config(), as_graph(graph)
+    cfg = cfg or Config()
+    graph = as_graph(graph, cfg.data)
     known = ("node", "link", "cluster")
     if unknown := sorted(set(tasks) - set(known)):
         raise UserError(f"Unknown evaluation task {unknown[0]!r}; choose from {', '.join(known)}.")

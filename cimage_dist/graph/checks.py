@@ -146,3 +146,15 @@ def clean_masks(masks: Mapping[str, Array], num_nodes: int, where: str) -> dict[
                     "Every node may be in one of train, val, test only."
                 )
     return out
+
+
+def normalize_rows(rows: Array, kind: str) -> Array:
+    """Each row divided by its length (unit) or the sum of its absolute values (row); zero rows
+    stay zero. Other kinds change nothing.
+    """
+    if kind not in ("unit", "row"):
+        return rows
+    rows = rows.astype(np.float32)
+    size = np.abs(rows.astype(np.float64))
+    total = size.sum(axis=1) if kind == "row" else np.sqrt(np.square(size).sum(axis=1))
+    return (rows / np.where(total > 0, total, 1)[:, None]).astype(np.float32)

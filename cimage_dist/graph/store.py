@@ -21,7 +21,7 @@ from torch import Tensor
 from cimage_dist import artifacts
 from cimage_dist.errors import UserError
 from cimage_dist.graph.build import csc_in_memory
-from cimage_dist.graph.checks import Array, check_features, check_rows, clean_labels, clean_masks
+from cimage_dist.graph.checks import Array, check_features, check_rows, clean_labels, clean_masks, normalize_rows
 from cimage_dist.graph.moments import MomentAccumulator
 from cimage_dist.types import FeatureMoments, Topology
 
@@ -167,8 +167,11 @@ class Graph:
         return graph
 
     @staticmethod
-    def from_data(data: Data, name: str = "data") -> Graph:
-        """A graph in memory from a PyG `Data`: symmetrised, coalesced, without self-loops, checked like any source."""
+    def from_data(data: Data, name: str = "data", normalize: str = "unit") -> Graph:
+        """A graph in memory from a PyG `Data`: symmetrised, coalesced, without self-loops, checked like any source.
+
+        `normalize` is data.normalize of the config; `source` keeps the rows as they are.
+        """
         where = f"the PyG data {name!r}"
         if data.edge_index is None:
             raise UserError(f"{where} has no edge_index; give a [2, E] tensor of node ids.")
@@ -190,6 +193,7 @@ class Graph:
         check_rows(len(given), num_nodes, "features", where)
         x = np.ascontiguousarray(given.to(torch.float32).numpy())
         check_features(x, x, 0, f"features of {where}")
+        x = normalize_rows(x, normalize)
         y = None if data.y is None else clean_labels(data.y.detach().cpu().numpy(), num_nodes, where)
         given_masks = {name: getattr(data, f"{name}_mask", None) for name in MASKS}
         masks = clean_masks({k: v.cpu().numpy() for k, v in given_masks.items() if v is not None}, num_nodes, where)

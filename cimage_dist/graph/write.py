@@ -12,7 +12,7 @@ from cimage_dist import __version__, artifacts
 from cimage_dist.config import DataConfig
 from cimage_dist.errors import UserError
 from cimage_dist.graph.build import CscBuilder, NpyWriter
-from cimage_dist.graph.checks import Array, check_features, check_rows, clean_labels, clean_masks
+from cimage_dist.graph.checks import Array, check_features, check_rows, clean_labels, clean_masks, normalize_rows
 from cimage_dist.graph.features import make_features
 from cimage_dist.graph.moments import MomentAccumulator
 from cimage_dist.graph.sources.raw import RawGraph
@@ -38,7 +38,7 @@ def write_store(raw: RawGraph, data: DataConfig, options: dict[str, Any], out: P
     indptr, indices = np.load(out / "indptr.npy", mmap_mode="r"), np.load(out / "indices.npy", mmap_mode="r")
     given = raw.features if data.features == "given" else None
     chunks = given() if given else make_features(data.features, data.made_features, indptr, indices)
-    moments = _write_features(chunks, raw.num_nodes, options["normalize"] == "row", np.dtype(data.feature_dtype), f"features of {where}", out)
+    moments = _write_features(chunks, raw.num_nodes, options["normalize"], np.dtype(data.feature_dtype), f"features of {where}", out)
     names += ["indptr.npy", "indices.npy", "x.npy", *_write_moments(moments, out)]
     progress("writing manifest")
     classes = count_classes(np.load(out / "y.npy", mmap_mode="r")) if "y.npy" in names else 0
@@ -85,7 +85,7 @@ def _write_labels(raw: RawGraph, where: str, out: Path) -> list[str]:
     return names
 
 
-def _write_features(chunks: Iterator[Array], num_nodes: int, by_row: bool, dtype: np.dtype[Any], where: str, out: Path) -> FeatureMoments:
+def _write_features(chunks: Iterator[Array], num_nodes: int, normalize: str, dtype: np.dtype[Any], where: str, out: Path) -> FeatureMoments:
     moments: MomentAccumulator | None = None
     writer: NpyWriter | None = None
     try:
@@ -98,7 +98,7 @@ def _write_features(chunks: Iterator[Array], num_nodes: int, by_row: bool, dtype
             if writer.rows + len(given) > num_nodes:
                 check_rows(writer.rows + len(given) + sum(len(rest) for rest in chunks), num_nodes, "features", where)
             with np.errstate(over="ignore"):  # overflow becomes infinite and is reported below, with its place
-                stored = (normalize_rows(given) if by_row else given).astype(dtype)
+                stored = normalize_rows(given, normalize).astype(dtype)
             check_features(given, stored, writer.rows, where)
             writer.write(stored)
             moments.add(stored)
@@ -108,13 +108,6 @@ def _write_features(chunks: Iterator[Array], num_nodes: int, by_row: bool, dtype
     check_rows(writer.rows if writer else 0, num_nodes, "features", where)
     assert moments is not None
     return moments.finish()
-
-
-def normalize_rows(rows: Array) -> Array:
-    """Each row divided by the sum of its absolute values; zero rows stay zero."""
-    rows = rows.astype(np.float32)
-    total = np.abs(rows).sum(axis=1, keepdims=True, dtype=np.float64)
-    return (rows / np.where(total > 0, total, 1)).astype(np.float32)
 
 
 def _write_moments(moments: FeatureMoments, out: Path) -> list[str]:

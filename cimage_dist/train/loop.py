@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler
 from torch.torch_version import TorchVersion
 
 from cimage_dist import checkpoint, keyed
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config
+from cimage_dist.config import Config, OptimConfig
 from cimage_dist.environment import keep_freed_memory
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.graph.holdout import training_graph
@@ -50,6 +51,18 @@ def pick_device(cfg: Config) -> torch.device:
     return torch.device("cuda" if use_cuda else "cpu")
 
 
+def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> LRScheduler:
+    """optim.schedule=cosine: lr_min + (lr_max - lr_min)·(1 + cos(π·step/total))/2, a function of the step alone; else with restarts."""
+    if optim.schedule == "restarts":
+        return CosineAnnealingWarmRestarts(optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
+    floor = optim.lr_min / optim.lr_max
+
+    def share(step: int) -> float:
+        return floor + (1 - floor) * (1 + math.cos(math.pi * min(step / total_steps, 1.0))) / 2
+
+    return LambdaLR(optimizer, share)
+
+
 class Trainer:
     """Everything that changes during training, how to advance it by a step, and how to save and restore it."""
 
@@ -74,7 +87,7 @@ class Trainer:
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, **_UNSHARED_BUFFERS)
         optim = cfg.optim
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
+        self.scheduler = make_schedule(self.optimizer, optim, self.total_steps)
         self.refresher: Refresher | None = None
         self.scores: CIScores | None = None
         self.step = 0
