@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
-from cimage_dist.graph.hidden import HiddenEdges, hide
 from cimage_dist.graph.csr_sampler import SampledSubgraph
+from cimage_dist.graph.hidden import HiddenEdges, hide
 from cimage_dist.graph.sampler import NeighbourSampler
 from cimage_dist.graph.seeds import IntArray, SeedBatch, SeedSchedule, rank_slice
 from cimage_dist.types import EdgeList, SampledBatch, SampledView

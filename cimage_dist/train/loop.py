@@ -32,7 +32,7 @@ from cimage_dist.train.labels import LabelSet
 from cimage_dist.train.meter import Meter
 from cimage_dist.train.refresh import Refresher, random_scores
 from cimage_dist.train.sink import Sink
-from cimage_dist.train.step import objective, train_step
+from cimage_dist.train.step import PseudoLabels, objective, train_step
 from cimage_dist.types import CIScores, Topology
 
 # Scores a model by validation data only; "score" is what selection maximises.
@@ -79,7 +79,7 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
         self.refresher: Refresher | None = None
         self.scores: CIScores | None = None
-        self.labels: Tensor | None = None  # pseudo-labels of all nodes, where the redundancy loss looks at them
+        self.labels: PseudoLabels | None = None  # where the redundancy loss looks at them
         self.teacher: Encoder | None = None
         if cfg.loss.factor_weight > 0 and cfg.loss.factor_target == "teacher":
             self.teacher = copy.deepcopy(self.model.encoder).requires_grad_(False).eval()
@@ -231,7 +231,8 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         kept = {"labels": found.labels, "confidence": found.confidence}
         sink.store(_LABELS, kept)
     if cfg.loss.is_conditional:
-        trainer.labels = kept["labels"].to(trainer.device, torch.int64)
+        found_labels = kept["labels"].to(trainer.device, torch.int32)
+        trainer.labels = PseudoLabels(found_labels, int(found_labels.max()) + 1)
     if is_random:
         return
     trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm, trainer.total_steps)

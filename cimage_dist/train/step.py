@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,13 @@ from cimage_dist.train.batches import StepBatch
 from cimage_dist.types import CIScores
 
 
+class PseudoLabels(NamedTuple):
+    """`label` int32 [N] of all nodes, -1: none; below `num_clusters`."""
+
+    label: Tensor
+    num_clusters: int
+
+
 # (a batch's `gids`, number of the batch) -> the teacher's factors of those nodes, [n, K, C]
 Teacher = Callable[[Tensor, int], Tensor]
 
@@ -35,12 +42,12 @@ def loss_terms(
     cfg: Config,
     scores: CIScores | None,
     comm: Comm,
-    labels: Tensor | None = None,
+    labels: PseudoLabels | None = None,
     teacher_nKC: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Collective: this rank's share of each term that has a weight in the objective.
 
-    labels int64 [N]: pseudo-labels of all nodes, for the conditional redundancy loss; teacher_nKC: target of the factor loss.
+    labels: for the conditional redundancy loss; teacher_nKC: target of the factor loss.
     """
     use_factors = cfg.loss.factor_weight > 0 and scores is not None
     context = scores.in_context.to(batch.x.device) if scores is not None else None
@@ -66,7 +73,7 @@ def loss_terms(
 
 
 def _redundancy_share(
-    out: ModelOutput, batch: StepBatch, cfg: Config, context: Tensor | None, labels: Tensor | None, comm: Comm
+    out: ModelOutput, batch: StepBatch, cfg: Config, context: Tensor | None, labels: PseudoLabels | None, comm: Comm
 ) -> Tensor:
     """Over all nodes, or over the endpoints of the positives, each as often as it is one."""
     assert out.second is not None and batch.gids is not None
@@ -74,7 +81,8 @@ def _redundancy_share(
     given: dict[str, Any] = {"mu": cfg.loss.redundancy_decorrelation, "weight": batch.node_weight, "comm": comm}
     if cfg.loss.is_conditional:
         assert labels is not None and context is not None
-        given |= {"labels": labels[batch.gids], "num_clusters": int(labels.max()) + 1, "in_context": context}
+        own = labels.label[batch.gids].to(torch.int64)
+        given |= {"labels": own, "num_clusters": labels.num_clusters, "in_context": context}
     return redundancy_loss(za, zb, **given)
 
 
@@ -108,7 +116,7 @@ def train_step(
     cfg: Config,
     scores: CIScores | None,
     comm: Comm,
-    labels: Tensor | None = None,
+    labels: PseudoLabels | None = None,
     teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
     """Collective: forward and backward of each batch, the first of them number `first`, then clip, update, schedule.
