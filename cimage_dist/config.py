@@ -143,10 +143,12 @@ class MaskConfig:
     symmetric: bool = opt(False, "hide both directions of a masked edge; recommended for large graphs")
     hide_rate: float = opt(
         0.0,
-        "full graph: share of the edges left visible by the walks that each view hides as well, drawn at "
-        "every step; sampled: see sampler.hide_rate",
+        "full graph: share of the edges left visible by the walks that each view hides as well, "
+        "drawn at every step; sampled: see sampler.hide_rate",
     )
-    feature_rate: float = opt(0.0, "share of the feature columns that each view sets to zero, drawn at every step")
+    feature_rate: float = opt(
+        0.0, "share of the feature columns that each view sets to zero, drawn at every step"
+    )
 
     def __post_init__(self) -> None:
         need(0 < self.start_rate <= 1, "mask.start_rate", "must lie in (0, 1]", self.start_rate)
@@ -166,15 +168,22 @@ class LossConfig:
     factor_cosine: Literal["flat", "per_factor"] = opt("flat", "one cosine per node over all hidden factors (paper), or one per factor (released code)")
     factor_target: Literal["self", "detached", "teacher"] = opt(
         "self",
-        "what is reconstructed: the masked view's own factors, the same without a gradient, or the factors "
-        "that an averaged copy of the encoder makes of the whole graph",
+        "what is reconstructed: the masked view's own factors, the same without a gradient, or the "
+        "factors that an averaged copy of the encoder makes of the whole graph",
     )
-    teacher_momentum: float = opt(0.99, "share of the averaged copy that a step keeps (factor_target=teacher)")
-    redundancy_weight: float = opt(0.0, "weight of the redundancy loss; above 0 each step encodes a second view")
-    redundancy_decorrelation: float = opt(1e-3, "mu, weight of the decorrelation of channels in the redundancy loss")
+    teacher_momentum: float = opt(
+        0.99, "share of the averaged copy that a step keeps (factor_target=teacher)"
+    )
+    redundancy_weight: float = opt(
+        0.0, "weight of the redundancy loss; above 0 each step encodes a second view"
+    )
+    redundancy_decorrelation: float = opt(
+        1e-3, "mu, weight of the decorrelation of channels in the redundancy loss"
+    )
     redundancy: Literal["plain", "conditional"] = opt(
         "plain",
-        "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the pseudo-labels",
+        "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the "
+        "pseudo-labels",
     )
 
     @property
@@ -197,14 +206,30 @@ class LossConfig:
         )
 
     def __post_init__(self) -> None:
-        for name in ("structure_weight", "factor_weight", "redundancy_weight", "redundancy_decorrelation"):
+        for name in (
+            "structure_weight",
+            "factor_weight",
+            "redundancy_weight",
+            "redundancy_decorrelation",
+        ):
             value = getattr(self, name)
             need(value >= 0, f"loss.{name}", "must not be negative", value)
-        need(0 <= self.teacher_momentum < 1, "loss.teacher_momentum", "must lie in [0, 1)", self.teacher_momentum)
-        weights = [self.structure_weight, self.factor_weight, self.cluster_weight, self.redundancy_weight]
+        need(
+            0 <= self.teacher_momentum < 1,
+            "loss.teacher_momentum",
+            "must lie in [0, 1)",
+            self.teacher_momentum,
+        )
+        weights = [
+            self.structure_weight,
+            self.factor_weight,
+            self.cluster_weight,
+            self.redundancy_weight,
+        ]
         need(
             any(weights),
-            "loss.structure_weight, loss.factor_weight, loss.cluster_weight and loss.redundancy_weight",
+            "loss.structure_weight, loss.factor_weight, loss.cluster_weight and "
+            "loss.redundancy_weight",
             "must not all be 0: nothing would be trained",
             weights,
         )

@@ -19,7 +19,7 @@ from cimage_dist.types import LinkSplit, Topology
 
 
 def decoder_score(model: CimageModel, z: Tensor) -> Callable[[Tensor], Tensor]:
-    """Link logits by the trained structure decoder, in eval mode; by z_u·z_v where there is none. z [N, D]."""
+    """Link logits by the trained structure decoder, in eval mode; z_u·z_v without one. z [N, D]."""
     decoder = model.structure
     if decoder is None:
         return dot_score(z)

@@ -47,7 +47,13 @@ def walk_starts(
 
 
 def walk_edges(
-    topology: Topology, starts: Tensor, walker: Tensor, length: int, seed: int, epoch: int, view: int = 0
+    topology: Topology,
+    starts: Tensor,
+    walker: Tensor,
+    length: int,
+    seed: int,
+    epoch: int,
+    view: int = 0,
 ) -> Tensor:
     """Entries walked over, unique and ascending (§3): from v take entry indptr[v] + floor(rand·deg(v)); stop at degree 0.
 
@@ -86,11 +92,14 @@ class PathMasker:
     def mask(self, epoch: int, view: int = 0) -> MaskedGraph:
         """Masked = walked entries; visible = the rest, symmetrised. With `symmetric` the reverse of a masked edge is hidden too.
 
-        Views of one epoch have independent masks."""
+        Views of one epoch have independent masks.
+        """
         topology = self.topology
         starts, walker = walk_starts(topology, self.cfg, self.seed, epoch, view)
         hidden = torch.zeros(topology.num_edges, dtype=torch.bool)
-        hidden[walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)] = True
+        hidden[
+            walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)
+        ] = True
         if self.cfg.symmetric:
             hidden |= hidden[self.reverse]
         # An edge whose reverse survived stays visible in both directions: the released behaviour (§3).
@@ -100,8 +109,11 @@ class PathMasker:
         return MaskedGraph(EdgeList(columns[seen], self.rows[seen], topology.num_nodes), masked)
 
     def hide_more(self, visible: EdgeList, step: int, view: int = 0) -> EdgeList:
-        """`visible` without the share `hide_rate` of its undirected edges: edge {u, v} goes, in both
-        directions, when the draw of (seed, step, view, min(u, v), max(u, v)) falls below the rate."""
+        """`visible` without the share `hide_rate` of its undirected edges.
+
+        Both directions of {u, v} go when the draw of (seed, step, view, min(u, v), max(u, v)) is
+        below the rate.
+        """
         if self.cfg.hide_rate == 0:
             return visible
         low, high = torch.minimum(visible.src, visible.dst), torch.maximum(visible.src, visible.dst)

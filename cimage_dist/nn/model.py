@@ -31,7 +31,8 @@ class View:
 class ModelOutput(NamedTuple):
     """h, z [N, K, C] (with `hops`: of the seeds and perhaps more) as in Encoding; logits [p] of the pairs; predicted [n, K, C] factors of the nodes asked for, or None.
 
-    logits is None without an edge decoder. second [n, K, C]: rows `nodes` of the second view, or None."""
+    logits is None without an edge decoder. second [n, K, C]: rows `nodes` of the second view.
+    """
 
     h: Tensor
     z: Tensor
@@ -66,7 +67,10 @@ class CimageModel(nn.Module):
         hops: Hops | None = None,
         second: View | None = None,
     ) -> ModelOutput:
-        """Encode, score `pairs` [p, 2], predict the factors of `nodes` [n] from those in `visible_K`, encode `second`."""
+        """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in `visible_K`.
+
+        `second`, where given, is encoded in the same call, so that DDP sees one forward pass.
+        """
         h, z = self.encoder(x, edges, hops)
         predicted = None
         if self.factors is not None and nodes is not None and visible_K is not None:
@@ -74,7 +78,9 @@ class CimageModel(nn.Module):
         logits = None if self.structure is None else self.structure(z, pairs)
         other = None
         if second is not None:
-            other = self.encoder(second.x, second.edges, second.hops).z.index_select(0, second.nodes)
+            other = self.encoder(second.x, second.edges, second.hops).z.index_select(
+                0, second.nodes
+            )
         return ModelOutput(h, z, logits, predicted, other)
 
 

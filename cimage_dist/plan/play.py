@@ -138,7 +138,9 @@ def _collectives(cfg: Config, graph: Graph, num_clusters: int, comm: FakeComm) -
     return sink.cuts
 
 
-def _one_step(trainer: Trainer, rows: Rows, num_clusters: int) -> tuple[list[Call], RowBytes, RowBytes]:
+def _one_step(
+    trainer: Trainer, rows: Rows, num_clusters: int
+) -> tuple[list[Call], RowBytes, RowBytes]:
     """Gradient buckets of a settled step, the tensors of its batch, and what its forward pass keeps for the backward pass."""
     if trainer.cfg.loss.uses_partition:
         trainer.scores = random_scores(trainer.cfg.model.num_factors, _SEED)
@@ -175,7 +177,15 @@ def _seen(view: StepBatch | View) -> list[Tensor | None]:
 
 def batch_tensors(batch: StepBatch) -> list[Tensor]:
     second = [] if batch.second is None else [*_seen(batch.second), batch.second.nodes]
-    tensors = [*_seen(batch), batch.pairs, batch.weight, batch.nodes, batch.node_weight, batch.gids, *second]
+    tensors = [
+        *_seen(batch),
+        batch.pairs,
+        batch.weight,
+        batch.nodes,
+        batch.node_weight,
+        batch.gids,
+        *second,
+    ]
     return list({t.untyped_storage().data_ptr(): t for t in tensors if t is not None}.values())
 
 
@@ -185,7 +195,11 @@ def rows_of(batch: StepBatch) -> Rows:
     second = batch.second
     if batch.hops is None:
         own_edges = 0 if batch.modularity is None else batch.modularity.src.numel()
-        rows |= {"nodes": batch.x.shape[0], "messages": batch.edges.src.numel(), "own messages": own_edges}
+        rows |= {
+            "nodes": batch.x.shape[0],
+            "messages": batch.edges.src.numel(),
+            "own messages": own_edges,
+        }
         return rows if second is None else rows | {f"messages{SECOND}": second.edges.src.numel()}
     rows |= hop_rows(batch.hops.nodes, batch.hops.messages)
     if second is None or second.hops is None:
@@ -195,8 +209,14 @@ def rows_of(batch: StepBatch) -> Rows:
 
 def hop_rows(nodes: Iterable[float], messages: Iterable[float], view: str = "") -> Rows:
     """Rows up to each distance from a seed; `view`: what is added to the names of the kinds."""
-    near = {f"nodes within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(nodes)))}
-    return near | {f"messages within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(messages)))}
+    near = {
+        f"nodes within {depth}{view}": float(total)
+        for depth, total in enumerate(np.cumsum(list(nodes)))
+    }
+    return near | {
+        f"messages within {depth}{view}": float(total)
+        for depth, total in enumerate(np.cumsum(list(messages)))
+    }
 
 
 def _by_row(tensors: Iterable[Tensor], played: Rows, real: Rows) -> RowBytes:

@@ -56,8 +56,9 @@ def _communication_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
     redundancy = plan["redundancy"]
     if redundancy:
         text = (
-            f"two views encoded in each batch; products of {redundancy['rows_per_worker']:,} rows by "
-            f"{redundancy['channels']:,}² channels, {redundancy['flops_per_worker'] / 1e9:,.1f} GFLOP per worker"
+            "two views encoded in each batch; products of "
+            f"{redundancy['rows_per_worker']:,} rows by {redundancy['channels']:,}² channels, "
+            f"{redundancy['flops_per_worker'] / 1e9:,.1f} GFLOP per worker"
         )
         lines.append(("redundancy", text))
     if refresh:

@@ -1,7 +1,7 @@
-"""Redundancy loss: two views of a node agree per channel, and the channels of a view are uncorrelated.
+"""Redundancy loss: two views of a node agree per channel, the channels of a view do not correlate.
 
-Convention: the returned value is this rank's *share*. Shares add up to the loss of the global batch,
-and the gradients that the ranks compute from their own rows add up to its exact gradient, so
+Convention: the returned value is this rank's *share*. Shares add up to the loss of the global
+batch, and the gradients that the ranks compute from their own rows add up to its exact gradient, so
 `world · share` is the loss to give to DistributedDataParallel, which averages.
 
 Shapes: n rows on this rank, D channels, C clusters.
@@ -22,7 +22,7 @@ _ROWS_PER_CHANNEL = 4  # with fewer, what chance alone adds to the penalty is su
 
 
 class _Gram(torch.autograd.Function):
-    """xᵀx [D, D] of x [n, D]; the backward pass is one product, x (G + Gᵀ), where autograd makes two."""
+    """xᵀx [D, D] of x [n, D]; backward is one product, x (G + Gᵀ), where autograd makes two."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def redundancy_loss(
 
     Small batches: chance alone gives an independent pair E[C_ij²] = 1/(n-1). When n < 4D that
     expectation, D(D-1)/(n-1) over all pairs, is subtracted from ‖C_v - I‖², so that losses of
-    different batch sizes compare (conditional: Σ 2 v_i v_j / (n_labelled - clusters), v the residual
-    variances). It is a constant: the gradient stays that of the formula above.
+    different batch sizes compare (conditional: Σ 2 v_i v_j / (n_labelled - clusters), v the
+    residual variances). It is a constant: the gradient stays that of the formula above.
 
     za, zb [n, D]: this rank's rows in the same order; n may be 0. weight [n] >= 0: how often a row
     counts (0: padding). labels int64 [n] below `num_clusters`, -1: left out of R. in_context bool
@@ -97,7 +97,9 @@ def redundancy_loss(
     def conditional(c: Tensor, *moments: Tensor) -> Tensor:
         total = c.new_zeros(())
         scale = [_scale(s, m) for s, m in zip(moments[:2], means, strict=True)]
-        for s, block, spread, r in zip(*(moments[i : i + 2] for i in (0, 2, 4)), scale, strict=True):
+        for s, block, spread, r in zip(
+            *(moments[i : i + 2] for i in (0, 2, 4)), scale, strict=True
+        ):
             pairs = block * r[first].unsqueeze(1) * r[second]
             v = (spread * r.square()).detach()
             chance = 2 * v[first].sum() * v[second].sum() / free

@@ -106,7 +106,9 @@ class Trainer:
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
         tensors = checkpoint.pack_model(self.model) | slots
         if self.teacher is not None:
-            tensors |= {f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()}
+            tensors |= {
+                f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()
+            }
         meta: dict[str, Any] = {"optimizer": groups, "scheduler": self.scheduler.state_dict(), "best": None, "scores": None}
         if self.best_step:
             meta["best"] = {"score": self.best_score, "step": self.best_step}
@@ -122,7 +124,11 @@ class Trainer:
         checkpoint.unpack_optimizer(self.optimizer, saved.tensors, saved.meta["optimizer"])
         self.scheduler.load_state_dict(saved.meta["scheduler"])
         if self.teacher is not None:
-            kept_teacher = {name.removeprefix(_TEACHER): value for name, value in saved.tensors.items() if name.startswith(_TEACHER)}
+            kept_teacher = {
+                name.removeprefix(_TEACHER): value
+                for name, value in saved.tensors.items()
+                if name.startswith(_TEACHER)
+            }
             # Weights handed over by a run without a teacher begin a new average.
             self.teacher.load_state_dict(kept_teacher or self.model.encoder.state_dict())
         if saved.meta["best"]:
@@ -147,7 +153,16 @@ class Trainer:
         first = self.step * self.cfg.train.accumulate
         teacher = None if self.teacher is None else self._taught
         terms = train_step(
-            self.wrapped, self.optimizer, self.scheduler, batches, first, self.cfg, self.scores, self.comm, self.labels, teacher
+            self.wrapped,
+            self.optimizer,
+            self.scheduler,
+            batches,
+            first,
+            self.cfg,
+            self.scores,
+            self.comm,
+            self.labels,
+            teacher,
         )
         self._share_running_statistics()
         self._average_teacher()
@@ -164,7 +179,11 @@ class Trainer:
         """teacher <- m·teacher + (1 - m)·encoder, weights and running moments alike."""
         if self.teacher is None:
             return
-        for kept, now in zip(self.teacher.state_dict().values(), self.model.encoder.state_dict().values(), strict=True):
+        for kept, now in zip(
+            self.teacher.state_dict().values(),
+            self.model.encoder.state_dict().values(),
+            strict=True,
+        ):
             if kept.is_floating_point():
                 kept.lerp_(now, 1 - self.cfg.loss.teacher_momentum)
             else:

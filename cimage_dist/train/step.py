@@ -54,13 +54,17 @@ def loss_terms(
     visible = ~target_factors(context, cfg.loss) if context is not None else None
     with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=cfg.train.precision == "bfloat16"):
         nodes, hidden = (batch.nodes, visible) if use_factors else (None, None)
-        out: ModelOutput = model(batch.x, batch.edges, batch.pairs, nodes, hidden, batch.hops, batch.second)
+        out: ModelOutput = model(
+            batch.x, batch.edges, batch.pairs, nodes, hidden, batch.hops, batch.second
+        )
     terms = {}
     if out.logits is not None:
         cut = batch.num_pos
         weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
         pos, neg = structure_loss(*out.logits.to(out.z.dtype).tensor_split([cut]), *weights)
-        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)
+        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(
+            batch.global_neg, 1
+        )
     if out.predicted is not None and context is not None:
         own, predicted = out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype)
         recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight, teacher_nKC)
@@ -73,12 +77,21 @@ def loss_terms(
 
 
 def _redundancy_share(
-    out: ModelOutput, batch: StepBatch, cfg: Config, context: Tensor | None, labels: PseudoLabels | None, comm: Comm
+    out: ModelOutput,
+    batch: StepBatch,
+    cfg: Config,
+    context: Tensor | None,
+    labels: PseudoLabels | None,
+    comm: Comm,
 ) -> Tensor:
     """Over all nodes, or over the endpoints of the positives, each as often as it is one."""
     assert out.second is not None and batch.gids is not None
     za, zb = out.z.index_select(0, batch.nodes).flatten(1), out.second.flatten(1)
-    given: dict[str, Any] = {"mu": cfg.loss.redundancy_decorrelation, "weight": batch.node_weight, "comm": comm}
+    given: dict[str, Any] = {
+        "mu": cfg.loss.redundancy_decorrelation,
+        "weight": batch.node_weight,
+        "comm": comm,
+    }
     if cfg.loss.is_conditional:
         assert labels is not None and context is not None
         own = labels.label[batch.gids].to(torch.int64)

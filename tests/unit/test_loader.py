@@ -34,11 +34,13 @@ def make_source(**options: object) -> BatchSource:
 
 
 def test_a_second_view_sees_the_same_positives_and_none_of_their_edges():
-    one, two = source(hide_rate=0.3), source(hide_rate=0.3, views=2)
+    one, two = make_source(hide_rate=0.3), make_source(hide_rate=0.3, views=2)
     for step in (0, 3):
         plain, batch = one[step], two[step]
         assert plain.second is None and batch.second is not None
-        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(plain.edges.src, batch.edges.src)
+        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(
+            plain.edges.src, batch.edges.src
+        )
         view = batch.second
         assert torch.equal(view.node_gid[view.pos], batch.node_gid[batch.pos])
         listed = two.hidden(step, two.schedule.batch(step), 1)
@@ -50,7 +52,7 @@ def test_a_second_view_sees_the_same_positives_and_none_of_their_edges():
 
 
 def test_without_negatives_only_the_positives_are_seeds():
-    batch = source(has_negatives=False)[0]
+    batch = make_source(has_negatives=False)[0]
     assert batch.neg.shape == (0, 2) and batch.global_neg == 0
     assert batch.nodes_per_hop[0] == batch.pos.unique().numel()
 
