@@ -106,7 +106,7 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
         assert labels is not None
         confidence = torch.ones(graph.num_nodes, dtype=torch.float64)
     else:
-        edge_only = dataclasses.replace(cfg, loss=dataclasses.replace(cfg.loss, factor_weight=0.0, cluster_weight=0.0))
+        edge_only = dataclasses.replace(cfg, loss=cfg.loss.edges_only())
         first = Trainer(edge_only, graph, topology, comm)
         for batch in itertools.islice(first.remaining(), args.init_steps):
             first.advance(batch)

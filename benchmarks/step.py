@@ -66,6 +66,9 @@ def measure(name: str, args: argparse.Namespace, folder: str) -> None:
             trainer.advance(next(batches))
     model = cfg.model
     print(f"\n{name}: T {model.routing_iterations}, {model.num_layers} layers, K {model.num_factors}, C {model.factor_dim}, backend {args.backend}")
+    if cfg.loss.redundancy_weight > 0 and not cfg.loss.is_conditional:
+        flops = 8 * graph.num_nodes * (model.num_factors * model.factor_dim) ** 2
+        print(f"  two views; products of the redundancy loss: {flops / 1e9:.1f} GFLOP")
     print(f"  step: median {statistics.median(times):.3f} s, quickest {min(times):.3f} s, of {len(times)}")
     for group, share in parts(seen.key_averages()).items():
         print(f"  {share:6.1%}  {group}")

@@ -151,23 +151,98 @@ class MaskConfig:
     walk_length: int = opt(3, "steps of each masking walk")
     start: Literal["node", "edge"] = opt("node", "walks start from nodes, or from the sources of edges")
     symmetric: bool = opt(False, "hide both directions of a masked edge; recommended for large graphs")
+    hide_rate: float = opt(
+        0.0,
+        "full graph: share of the edges left visible by the walks that each view hides as well, "
+        "drawn at every step; sampled: see sampler.hide_rate",
+    )
+    feature_rate: float = opt(
+        0.0, "share of the feature columns that each view sets to zero, drawn at every step"
+    )
 
     def __post_init__(self) -> None:
         need(0 < self.start_rate <= 1, "mask.start_rate", "must lie in (0, 1]", self.start_rate)
+        for name in ("hide_rate", "feature_rate"):
+            rate = getattr(self, name)
+            need(0 <= rate < 1, f"mask.{name}", "must lie in [0, 1)", rate)
         need(self.walk_length >= 1, "mask.walk_length", "must be at least 1", self.walk_length)
 
 
 @dataclass
 class LossConfig:
+    structure_weight: float = opt(1.0, "weight of the edge loss; 0: there is no edge decoder")
     factor_weight: float = opt(0.0, "lambda1, weight of the factor reconstruction; 0: no pseudo-labels and no conditional-independence scores are computed")
     cluster_weight: float = opt(0.0, "lambda2, weight of the modularity loss; negative reverses its sign (ablation)")
     sce_power: int = opt(1, "tau, power of the scaled cosine error")
     factor_direction: Literal["paper", "code"] = opt("paper", "paper: scored factors predict the others; code: the reverse")
     factor_cosine: Literal["flat", "per_factor"] = opt("flat", "one cosine per node over all hidden factors (paper), or one per factor (released code)")
-    factor_stopgrad: bool = opt(False, "no gradient through the reconstruction target")
+    factor_target: Literal["self", "detached", "teacher"] = opt(
+        "self",
+        "what is reconstructed: the masked view's own factors, the same without a gradient, or the "
+        "factors that an averaged copy of the encoder makes of the whole graph",
+    )
+    teacher_momentum: float = opt(
+        0.99, "share of the averaged copy that a step keeps (factor_target=teacher)"
+    )
+    redundancy_weight: float = opt(
+        0.0, "weight of the redundancy loss; above 0 each step encodes a second view"
+    )
+    redundancy_decorrelation: float = opt(
+        1e-3, "mu, weight of the decorrelation of channels in the redundancy loss"
+    )
+    redundancy: Literal["plain", "conditional"] = opt(
+        "plain",
+        "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the "
+        "pseudo-labels",
+    )
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the redundancy loss looks at pseudo-labels and at the partition."""
+        return self.redundancy_weight > 0 and self.redundancy == "conditional"
+
+    @property
+    def uses_partition(self) -> bool:
+        return self.factor_weight > 0 or self.is_conditional
+
+    def edges_only(self) -> LossConfig:
+        """The edge loss alone: what the encoder behind the first pseudo-labels is trained with."""
+        target: Any = "self" if self.factor_target == "teacher" else self.factor_target
+        return LossConfig(
+            sce_power=self.sce_power,
+            factor_direction=self.factor_direction,
+            factor_cosine=self.factor_cosine,
+            factor_target=target,
+        )
 
     def __post_init__(self) -> None:
-        need(self.factor_weight >= 0, "loss.factor_weight", "must not be negative", self.factor_weight)
+        for name in (
+            "structure_weight",
+            "factor_weight",
+            "redundancy_weight",
+            "redundancy_decorrelation",
+        ):
+            value = getattr(self, name)
+            need(value >= 0, f"loss.{name}", "must not be negative", value)
+        need(
+            0 <= self.teacher_momentum < 1,
+            "loss.teacher_momentum",
+            "must lie in [0, 1)",
+            self.teacher_momentum,
+        )
+        weights = [
+            self.structure_weight,
+            self.factor_weight,
+            self.cluster_weight,
+            self.redundancy_weight,
+        ]
+        need(
+            any(weights),
+            "loss.structure_weight, loss.factor_weight, loss.cluster_weight and "
+            "loss.redundancy_weight",
+            "must not all be 0: nothing would be trained",
+            weights,
+        )
         need(1 <= self.sce_power <= 10, "loss.sce_power", "must lie between 1 and 10", self.sce_power)
 
 
@@ -376,7 +451,16 @@ _NOT_TRAINED = {
 }
 _NOT_SCIENCE = ("run", "resources")
 # Keys younger than the first fingerprints: at these values they leave a fingerprint as it was.
-_ADDED_LATER = {("train", "accumulate"): 1}
+_ADDED_LATER = {
+    ("train", "accumulate"): 1,
+    ("mask", "hide_rate"): 0.0,
+    ("mask", "feature_rate"): 0.0,
+    ("loss", "structure_weight"): 1.0,
+    ("loss", "teacher_momentum"): 0.99,
+    ("loss", "redundancy_weight"): 0.0,
+    ("loss", "redundancy_decorrelation"): 1e-3,
+    ("loss", "redundancy"): "plain",
+}
 
 
 def fingerprint(cfg: Config) -> str:
@@ -390,6 +474,8 @@ def fingerprint(cfg: Config) -> str:
     for (name, key), value in _ADDED_LATER.items():
         if tree[name][key] == value:
             del tree[name][key]
+    if cfg.loss.factor_target != "teacher":  # the other two were a switch of another name
+        tree["loss"]["factor_stopgrad"] = tree["loss"].pop("factor_target") == "detached"
     labels = cfg.cluster.labels_path
     if labels is not None:
         # The content counts, not where it lies.

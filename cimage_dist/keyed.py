@@ -87,6 +87,8 @@ STREAM = {
             "initial-labels",
             "rdgae",
             "dinknet",
+            "view-edges",
+            "view-columns",
         ),
         start=1,
     )

@@ -124,6 +124,32 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class SampledView:
+    """A second, independent neighbourhood of a batch's positives; fields as in SampledBatch, `pos` in
+    this view's local ids."""
+
+    node_gid: Tensor
+    edges: EdgeList
+    degree: Tensor
+    nodes_per_hop: tuple[int, ...]
+    edges_per_hop: tuple[int, ...]
+    pos: Tensor
+    x: Tensor | None = None
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledView:
+        tensors: dict[str, Any] = {
+            name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos")
+        }
+        x = None if self.x is None else fn(self.x)
+        return replace(self, edges=_map_edges(self.edges, fn), x=x, **tensors)
+
+
+def _map_edges(edges: EdgeList, fn: Callable[[Tensor], Tensor]) -> EdgeList:
+    weight, degree = (None if t is None else fn(t) for t in (edges.weight, edges.degree))
+    return EdgeList(fn(edges.src), fn(edges.dst), edges.num_nodes, weight, degree)
+
+
+@dataclass(frozen=True)
 class SampledBatch:
     """This rank's part of the global batch of a step, with the neighbourhood needed to encode it. n nodes, b positives, c negatives.
 
@@ -132,7 +158,7 @@ class SampledBatch:
     nodes_per_hop: seeds, then new nodes of each hop; edges_per_hop: messages into the seeds, into the first hop, and so on.
     pos int64 [b, 2], neg int64 [c, 2]: pairs in local ids, with float32 weights, 0 for padding. global_pos, global_neg: sums of those
     weights over all ranks, the counts by which losses are divided. b, c and n may be 0 on a rank. x [n, F]: features of the nodes in the
-    store's own type, where the source was given them.
+    store's own type, where the source was given them. `second`: the same positives seen again, where two views are asked for.
     """
 
     step: int
@@ -148,11 +174,13 @@ class SampledBatch:
     global_pos: float
     global_neg: float
     x: Tensor | None = None
+    second: SampledView | None = None
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledBatch:
-        weight, degree, x = (None if t is None else fn(t) for t in (self.edges.weight, self.edges.degree, self.x))
+        x = None if self.x is None else fn(self.x)
+        second = None if self.second is None else self.second._map(fn)
         tensors: dict[str, Any] = {name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")}
-        return replace(self, edges=EdgeList(fn(self.edges.src), fn(self.edges.dst), self.edges.num_nodes, weight, degree), x=x, **tensors)
+        return replace(self, edges=_map_edges(self.edges, fn), x=x, second=second, **tensors)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SampledBatch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))

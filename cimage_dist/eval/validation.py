@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import link_scores
+from cimage_dist.eval.links import dot_score, link_scores
 from cimage_dist.eval.probe import linear_probe
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
@@ -19,12 +19,15 @@ from cimage_dist.types import LinkSplit, Topology
 
 
 def decoder_score(model: CimageModel, z: Tensor) -> Callable[[Tensor], Tensor]:
-    """Link logits by the trained structure decoder, in eval mode; z [N, D]."""
-    device = next(model.structure.parameters()).device
+    """Link logits by the trained structure decoder, in eval mode; z_u·z_v without one. z [N, D]."""
+    decoder = model.structure
+    if decoder is None:
+        return dot_score(z)
+    device = next(decoder.parameters()).device
 
     def score(pairs: Tensor) -> Tensor:
-        model.structure.eval()
-        return model.structure(z.to(device), pairs.to(device)).detach().cpu()
+        out: Tensor = decoder.eval()(z.to(device), pairs.to(device))
+        return out.detach().cpu()
 
     return score
 

@@ -24,13 +24,20 @@ def reverse_entries(topology: Topology, keys: Tensor) -> Tensor:
     return torch.searchsorted(keys, topology.indices.to(torch.int64) * topology.num_nodes + topology.rows())
 
 
-def walk_starts(topology: Topology, cfg: MaskConfig, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+def _view_keys(view: int) -> tuple[int, ...]:
+    """What a view adds to the key of a draw; the first adds nothing."""
+    return (view,) if view else ()
+
+
+def walk_starts(
+    topology: Topology, cfg: MaskConfig, seed: int, epoch: int, view: int = 0
+) -> tuple[Tensor, Tensor]:
     """(gid where each walk starts, global id of the walk) (§3).
 
     An exact share of the nodes, the walk named after its node; or the source of every edge kept with that probability, the
     walk named after its edge.
     """
-    key = keyed.stream(seed, "mask-start", epoch)
+    key = keyed.stream(seed, "mask-start", epoch, *_view_keys(view))
     if cfg.start == "edge":
         kept = (keyed.uniform(key, torch.arange(topology.num_edges)) < cfg.start_rate).nonzero().squeeze(-1)
         return torch.searchsorted(topology.indptr, kept, right=True) - 1, kept
@@ -39,7 +46,15 @@ def walk_starts(topology: Topology, cfg: MaskConfig, seed: int, epoch: int) -> t
     return chosen, chosen
 
 
-def walk_edges(topology: Topology, starts: Tensor, walker: Tensor, length: int, seed: int, epoch: int) -> Tensor:
+def walk_edges(
+    topology: Topology,
+    starts: Tensor,
+    walker: Tensor,
+    length: int,
+    seed: int,
+    epoch: int,
+    view: int = 0,
+) -> Tensor:
     """Entries walked over, unique and ascending (§3): from v take entry indptr[v] + floor(rand·deg(v)); stop at degree 0.
 
     A walk's draws are keyed by its global id, so the outcome does not depend on how walks are spread over processes.
@@ -51,7 +66,8 @@ def walk_edges(topology: Topology, starts: Tensor, walker: Tensor, length: int, 
         degree = topology.indptr[at + 1] - first
         alive = degree > 0
         at, walker, first, degree = at[alive], walker[alive], first[alive], degree[alive]
-        entry = first + keyed.integers(keyed.stream(seed, "mask-walk", epoch, hop), walker, degree)
+        key = keyed.stream(seed, "mask-walk", epoch, hop, *_view_keys(view))
+        entry = first + keyed.integers(key, walker, degree)
         walked.append(entry)
         at = topology.indices[entry].to(torch.int64)
     return torch.cat(walked).unique()
@@ -73,12 +89,17 @@ class PathMasker:
         self.reverse = reverse_entries(topology, self.keys)
         self.rows = topology.rows()
 
-    def mask(self, epoch: int) -> MaskedGraph:
-        """Masked = walked entries; visible = the rest, symmetrised. With `symmetric` the reverse of a masked edge is hidden too."""
+    def mask(self, epoch: int, view: int = 0) -> MaskedGraph:
+        """Masked = walked entries; visible = the rest, symmetrised. With `symmetric` the reverse of a masked edge is hidden too.
+
+        Views of one epoch have independent masks.
+        """
         topology = self.topology
-        starts, walker = walk_starts(topology, self.cfg, self.seed, epoch)
+        starts, walker = walk_starts(topology, self.cfg, self.seed, epoch, view)
         hidden = torch.zeros(topology.num_edges, dtype=torch.bool)
-        hidden[walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch)] = True
+        hidden[
+            walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)
+        ] = True
         if self.cfg.symmetric:
             hidden |= hidden[self.reverse]
         # An edge whose reverse survived stays visible in both directions: the released behaviour (§3).
@@ -86,6 +107,19 @@ class PathMasker:
         columns = topology.indices.to(torch.int64)
         masked = torch.stack([self.rows[hidden], columns[hidden]], dim=1)
         return MaskedGraph(EdgeList(columns[seen], self.rows[seen], topology.num_nodes), masked)
+
+    def hide_more(self, visible: EdgeList, step: int, view: int = 0) -> EdgeList:
+        """`visible` without the share `hide_rate` of its undirected edges.
+
+        Both directions of {u, v} go when the draw of (seed, step, view, min(u, v), max(u, v)) is
+        below the rate.
+        """
+        if self.cfg.hide_rate == 0:
+            return visible
+        low, high = torch.minimum(visible.src, visible.dst), torch.maximum(visible.src, visible.dst)
+        key = keyed.stream(self.seed, "view-edges", step, view)
+        kept = keyed.uniform(key, low * visible.num_nodes + high) >= self.cfg.hide_rate
+        return EdgeList(visible.src[kept], visible.dst[kept], visible.num_nodes)
 
     def negatives(self, count: int, step: int, offset: int = 0) -> Tensor:
         """`count` pairs that are neither edges nor self-loops, keyed by (seed, step, position); int64 [n, 2], n <= count.

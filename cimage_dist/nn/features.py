@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from cimage_dist import keyed
 from cimage_dist.nn.dropout import dropout as drop
 from cimage_dist.nn.messages import weighted_sum
 
@@ -43,6 +44,16 @@ def compact(x_NF: Tensor) -> Features:
         return x_NF
     row, column = x_NF.nonzero(as_tuple=True)
     return SparseRows(row, column, x_NF[row, column], (x_NF.shape[0], x_NF.shape[1]))
+
+
+def drop_columns(x: Features, rate: float, key: int) -> Features:
+    """x with the keyed share `rate` of its columns set to zero; [N, F]."""
+    if rate == 0:
+        return x
+    kept = keyed.uniform(key, torch.arange(x.shape[1], device=x.device)) >= rate
+    if isinstance(x, Tensor):
+        return x * kept.to(x.dtype)
+    return replace(x, value=x.value * kept[x.column].to(x.value.dtype))
 
 
 def project_rows(x: Features, linear: nn.Linear, dropout: float, training: bool) -> Tensor:

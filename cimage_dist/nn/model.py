@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,28 @@ from cimage_dist.nn.pca_start import start_from_pca
 from cimage_dist.types import EdgeList, FeatureMoments
 
 
+@dataclass(frozen=True)
+class View:
+    """What the encoder sees of the batch in its second view. `nodes` int64 [n]: rows that stand for
+    the same nodes, in the same order, as the batch's own `nodes`."""
+
+    x: Features
+    edges: EdgeList
+    nodes: Tensor
+    hops: Hops | None = None
+
+
 class ModelOutput(NamedTuple):
-    """h, z [N, K, C] (with `hops`: of the seeds and perhaps more) as in Encoding; logits [p] of the pairs; predicted [n, K, C] factors of the nodes asked for, or None."""
+    """h, z [N, K, C] (with `hops`: of the seeds and perhaps more) as in Encoding; logits [p] of the pairs; predicted [n, K, C] factors of the nodes asked for, or None.
+
+    logits is None without an edge decoder. second [n, K, C]: rows `nodes` of the second view.
+    """
 
     h: Tensor
     z: Tensor
-    logits: Tensor
+    logits: Tensor | None
     predicted: Tensor | None
+    second: Tensor | None = None
 
 
 def norm_kind(cfg: Config) -> str:
@@ -41,23 +57,39 @@ def needs_moments(cfg: Config) -> bool:
 
 
 class CimageModel(nn.Module):
-    """Encoder, edge decoder, and a factor decoder when the objective has a factor term."""
+    """Encoder, and a decoder of edges and one of factors where the objective has their terms."""
 
     def __init__(self, num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> None:
         super().__init__()
         self.encoder = Encoder(num_features, cfg.model, norm_kind(cfg), moments)
-        self.structure = StructureDecoder(cfg.model)
+        self.structure = StructureDecoder(cfg.model) if cfg.loss.structure_weight > 0 else None
         self.factors = FactorDecoder(cfg.model) if cfg.loss.factor_weight > 0 else None
 
     def forward(
-        self, x: Features, edges: EdgeList, pairs: Tensor, nodes: Tensor | None = None, visible_K: Tensor | None = None, hops: Hops | None = None
+        self,
+        x: Features,
+        edges: EdgeList,
+        pairs: Tensor,
+        nodes: Tensor | None = None,
+        visible_K: Tensor | None = None,
+        hops: Hops | None = None,
+        second: View | None = None,
     ) -> ModelOutput:
-        """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in `visible_K`."""
+        """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in `visible_K`.
+
+        `second`, where given, is encoded in the same call, so that DDP sees one forward pass.
+        """
         h, z = self.encoder(x, edges, hops)
         predicted = None
         if self.factors is not None and nodes is not None and visible_K is not None:
             predicted = self.factors(z.index_select(0, nodes), visible_K)
-        return ModelOutput(h, z, self.structure(z, pairs), predicted)
+        logits = None if self.structure is None else self.structure(z, pairs)
+        other = None
+        if second is not None:
+            other = self.encoder(second.x, second.edges, second.hops).z.index_select(
+                0, second.nodes
+            )
+        return ModelOutput(h, z, logits, predicted, other)
 
 
 def build_model(num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> CimageModel:

@@ -9,7 +9,7 @@ from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.loader import BatchSource
 from cimage_dist.graph.seeds import rank_slice
 from cimage_dist.graph.store import Graph
-from cimage_dist.plan.play import Rows, hop_rows
+from cimage_dist.plan.play import SECOND, Rows, hop_rows
 from cimage_dist.plan.sizes import GraphSize
 
 _READ_UP_TO_NODES = 5_000_000  # beyond, the pass over all rows that numbers the edges takes minutes
@@ -27,11 +27,15 @@ def rows_per_step(cfg: Config, size: GraphSize, edges: int, batches_per_epoch: i
     if not cfg.sampler.fanouts:
         return _full_graph_rows(cfg, size, edges, batches_per_epoch), "the whole graph on every worker"
     share = slices(cfg.sampler.batch_edges, world)[1]
-    rows: Rows = {"pairs": 2.0 * share, "positives": float(share), "endpoints": 2.0 * share}
+    has_negatives, has_second = cfg.loss.structure_weight > 0, cfg.loss.redundancy_weight > 0
+    pairs = (1.0 + has_negatives) * share
+    rows: Rows = {"pairs": pairs, "positives": float(share), "endpoints": 2.0 * share}
     if size.store is not None and size.nodes <= _READ_UP_TO_NODES:
         return rows | _sampled_rows(cfg, size), "the first batch, sampled from the store"
-    nodes, messages = neighbourhood(4 * share, cfg.sampler.fanouts, size.nodes, edges)
-    return rows | hop_rows(nodes, messages), "a bound: every node has as many neighbours as the fan-out asks for"
+    rows |= hop_rows(*neighbourhood(2 * pairs, cfg.sampler.fanouts, size.nodes, edges))
+    if has_second:
+        rows |= hop_rows(*neighbourhood(2 * share, cfg.sampler.fanouts, size.nodes, edges), SECOND)
+    return rows, "a bound: every node has as many neighbours as the fan-out asks for"
 
 
 def neighbourhood(seeds: float, fanouts: list[int], num_nodes: int, edges: int) -> tuple[list[float], list[float]]:
@@ -66,9 +70,14 @@ def _sampled_rows(cfg: Config, size: GraphSize) -> Rows:
         hide_rate=sampler.hide_rate,
         rescale=sampler.rescale,
         backend="csr",
+        views=2 if cfg.loss.redundancy_weight > 0 else 1,
+        has_negatives=cfg.loss.structure_weight > 0,
     )
     batch = source[0]
-    return hop_rows(batch.nodes_per_hop, batch.edges_per_hop)
+    rows = hop_rows(batch.nodes_per_hop, batch.edges_per_hop)
+    if batch.second is not None:
+        rows |= hop_rows(batch.second.nodes_per_hop, batch.second.edges_per_hop, SECOND)
+    return rows
 
 
 def masked_edges(cfg: Config, num_nodes: int, edges: int) -> int:
@@ -80,11 +89,14 @@ def masked_edges(cfg: Config, num_nodes: int, edges: int) -> int:
 def _full_graph_rows(cfg: Config, size: GraphSize, edges: int, batches_per_epoch: int) -> Rows:
     world = cfg.resources.num_workers
     positives = slices(masked_edges(cfg, size.nodes, edges) // batches_per_epoch, world)[1]
-    return {
-        "pairs": 2.0 * positives,
+    rows = {
+        "pairs": (1.0 + (cfg.loss.structure_weight > 0)) * positives,
         "positives": float(positives),
         "endpoints": float(slices(size.nodes, world)[1]),
         "nodes": float(size.nodes),
         "messages": float(edges),
         "own messages": float(slices(edges, world)[1]),
     }
+    if cfg.loss.redundancy_weight > 0:
+        rows[f"messages{SECOND}"] = float(edges)
+    return rows

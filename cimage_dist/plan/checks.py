@@ -55,7 +55,7 @@ def _complaints(cfg: Config, size: GraphSize, edges: int) -> Iterator[str]:
             )
     elif min(masked_edges(cfg, size.nodes, edges), cfg.train.batch_edges) < world:
         yield f"train.batch_edges and mask.start_rate leave fewer masked edges in a step than resources.num_workers ({world:,}). Use fewer workers."
-    if cfg.loss.factor_weight > 0 and cfg.ci.partition == "ci":
+    if cfg.loss.uses_partition and cfg.ci.partition == "ci":
         yield from _label_complaints(cfg, size)
 
 
@@ -85,7 +85,7 @@ def advice(cfg: Config, size: GraphSize) -> list[str]:
         found.append("sampler.fanouts has -1 (all neighbours): a batch is then as large as its hubs make it; the sizes below use the mean degree.")
     if sampler.fanouts and cfg.resources.device == "cuda" and not sampler.loader_processes:
         found.append("sampler.loader_processes is 0: the GPU waits while batches are sampled.")
-    if cfg.loss.factor_weight > 0 and cfg.ci.partition == "ci":
+    if cfg.loss.uses_partition and cfg.ci.partition == "ci":
         if clusters > 20 and cfg.ci.block_classes is None:
             found.append(f"ci.block_classes is unset with {clusters} clusters: most blocks hold few nodes of one class; 5 is advised.")
         if cfg.ci.max_samples < 2 * cfg.ci.block_size * clusters:

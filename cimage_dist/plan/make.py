@@ -16,7 +16,7 @@ from cimage_dist.plan.batch import masked_edges, rows_per_step, slices
 from cimage_dist.plan.checks import advice, check, num_clusters
 from cimage_dist.plan.fake import Call
 from cimage_dist.plan.memory import Memory, estimate, refresh_rows, score_width
-from cimage_dist.plan.play import Played, play
+from cimage_dist.plan.play import Played, Rows, play
 from cimage_dist.plan.sizes import GraphSize, graph_size, training_edges
 from cimage_dist.stats.kernels import packed_size
 
@@ -63,6 +63,7 @@ def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
         "memory": _memory(memory, use_cuda),
         "step_collectives": summarise(played.step, world),
         "refresh": _refresh(cfg, size, played),
+        "redundancy": _redundancy(cfg, rows),
         "resources": {
             "workers": world,
             "cpus": world * res.cpus_per_worker,
@@ -82,7 +83,7 @@ def _batches_per_epoch(cfg: Config, size: GraphSize, edges: int) -> int:
 
 
 def _refreshes(cfg: Config, total_steps: int) -> int:
-    has_any = cfg.loss.factor_weight > 0 and cfg.ci.partition == "ci"
+    has_any = cfg.loss.uses_partition and cfg.ci.partition == "ci"
     return math.ceil(total_steps / cfg.ci.every_steps) if has_any else 0
 
 
@@ -135,6 +136,22 @@ def _refresh(cfg: Config, size: GraphSize, played: Played) -> dict[str, Any] | N
         "bytes_gathered": 0 if world == 1 else sample * (4 * score_width(cfg) + 16) + bank * (4 * width + 8),
         "flops_all_workers": 2 * blocks * packed_size(ci.block_size) * score_width(cfg) ** 2,
         "nodes_embedded_per_worker": slices(min(2 * ci.max_samples, size.nodes) if cfg.sampler.fanouts else size.nodes, world)[1],
+    }
+
+
+def _redundancy(cfg: Config, rows: Rows) -> dict[str, Any] | None:
+    """The redundancy loss's own work on the worker with the largest share, per batch of n rows.
+
+    Plain: a product of 2nD² flops per view and pass, 8nD². Conditional, with half the channels in F1: one product of nD²/2 per view and two in the backward pass, 3nD².
+    """
+    if cfg.loss.redundancy_weight == 0:
+        return None
+    width, n = cfg.model.num_factors * cfg.model.factor_dim, rows["endpoints"]
+    return {
+        "views_encoded": 2,
+        "rows_per_worker": round(n),
+        "channels": width,
+        "flops_per_worker": round((3 if cfg.loss.is_conditional else 8) * n * width**2),
     }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from cimage_dist.config import Config
 from cimage_dist.plan.batch import neighbourhood, slices
 from cimage_dist.plan.checks import WHOLE_FEATURES
-from cimage_dist.plan.play import Played, Rows
+from cimage_dist.plan.play import SECOND, Played, Rows
 from cimage_dist.plan.sizes import GraphSize
 from cimage_dist.stats.kernels import packed_size
 from cimage_dist.train.initial import method_for
@@ -62,7 +62,8 @@ def estimate(cfg: Config, size: GraphSize, edges: int, rows: Rows, played: Playe
         Part("working copies of both passes (assumed)", "device", "step", WORKING_COPIES * played.kept.widest_at(rows)),
         Part("process (assumed)", "host", "always", PROCESS_BYTES),
         *(_sampled(cfg, size, edges, rows) if cfg.sampler.fanouts else []),
-        *(_refresh(cfg, size, edges) if cfg.loss.factor_weight > 0 and cfg.ci.partition == "ci" else []),
+        *(_refresh(cfg, size, edges) if cfg.loss.uses_partition and cfg.ci.partition == "ci" else []),
+        Part("pseudo-labels of all nodes", "device", "always", 4 * size.nodes if cfg.loss.is_conditional else 0),
     ]
     if cfg.data.holdout_edges == "link":
         parts.append(Part("training edges without the held-out ones", "host", "always", 8 * (size.nodes + 1) + 4 * edges))
@@ -71,7 +72,9 @@ def estimate(cfg: Config, size: GraphSize, edges: int, rows: Rows, played: Playe
 
 def _sampled(cfg: Config, size: GraphSize, edges: int, rows: Rows) -> list[Part]:
     sampler, hops = cfg.sampler, len(cfg.sampler.fanouts)
-    nodes, messages = rows[f"nodes within {hops}"], rows[f"messages within {hops - 1}"]
+    views = ("", SECOND) if cfg.loss.redundancy_weight > 0 else ("",)
+    nodes = sum(rows[f"nodes within {hops}{view}"] for view in views)
+    messages = sum(rows[f"messages within {hops - 1}{view}"] for view in views)
     # node ids and degrees; source, target and weight of messages; pairs with weights
     batch = 12 * nodes + 20 * messages + 20 * rows["pairs"]
     wide = np.dtype(cfg.data.feature_dtype).itemsize + 4  # as stored, and in single precision

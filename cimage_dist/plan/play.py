@@ -19,14 +19,17 @@ from cimage_dist.errors import Interrupted
 from cimage_dist.graph.build import csc_in_memory
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.features import SparseRows
+from cimage_dist.nn.model import View
 from cimage_dist.plan.fake import Call, FakeComm, fake_comm, record_gradients
 from cimage_dist.train.batches import StepBatch
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
+from cimage_dist.train.step import PseudoLabels
 from cimage_dist.types import EdgeList
 
 Rows = dict[str, float]
+SECOND = ", second view"
 
 _SEED = 0
 _FULL_NODES, _SAMPLED_NODES, _DEGREE = 500, 4000, 16
@@ -74,7 +77,7 @@ def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Playe
             warnings.simplefilter("ignore", kind)
         cuts = _collectives(small, graph, num_clusters, comm)
         trainer = Trainer(small, graph, graph.topology(), comm)
-        gradients, batch, kept = _one_step(trainer, rows)
+        gradients, batch, kept = _one_step(trainer, rows, max(num_clusters, 2))
     parameters = sum(p.numel() for p in trainer.model.parameters())
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     saved, _ = trainer.state()
@@ -135,10 +138,15 @@ def _collectives(cfg: Config, graph: Graph, num_clusters: int, comm: FakeComm) -
     return sink.cuts
 
 
-def _one_step(trainer: Trainer, rows: Rows) -> tuple[list[Call], RowBytes, RowBytes]:
+def _one_step(
+    trainer: Trainer, rows: Rows, num_clusters: int
+) -> tuple[list[Call], RowBytes, RowBytes]:
     """Gradient buckets of a settled step, the tensors of its batch, and what its forward pass keeps for the backward pass."""
-    if trainer.cfg.loss.factor_weight > 0:
+    if trainer.cfg.loss.uses_partition:
         trainer.scores = random_scores(trainer.cfg.model.num_factors, _SEED)
+    if trainer.cfg.loss.is_conditional:
+        label = torch.arange(trainer.graph.num_nodes, dtype=torch.int32) % num_clusters
+        trainer.labels = PseudoLabels(label, num_clusters)
     gradients: list[Call] = []
     if trainer.comm.world > 1:
         record_gradients(trainer.wrapped, gradients)
@@ -161,24 +169,54 @@ def _one_step(trainer: Trainer, rows: Rows) -> tuple[list[Call], RowBytes, RowBy
     return gradients, _by_row(own, played, rows), _by_row(made, played, rows)
 
 
+def _seen(view: StepBatch | View) -> list[Tensor | None]:
+    """The tensors that the encoder sees."""
+    x = [view.x.row, view.x.column, view.x.value] if isinstance(view.x, SparseRows) else [view.x]
+    return [*x, *(getattr(view.edges, f.name) for f in fields(EdgeList) if f.name != "num_nodes")]
+
+
 def batch_tensors(batch: StepBatch) -> list[Tensor]:
-    x = [batch.x.row, batch.x.column, batch.x.value] if isinstance(batch.x, SparseRows) else [batch.x]
-    edges = [getattr(batch.edges, f.name) for f in fields(EdgeList)]
-    return [t for t in [*x, *edges, batch.pairs, batch.weight, batch.nodes, batch.node_weight] if isinstance(t, Tensor)]
+    second = [] if batch.second is None else [*_seen(batch.second), batch.second.nodes]
+    tensors = [
+        *_seen(batch),
+        batch.pairs,
+        batch.weight,
+        batch.nodes,
+        batch.node_weight,
+        batch.gids,
+        *second,
+    ]
+    return list({t.untyped_storage().data_ptr(): t for t in tensors if t is not None}.values())
 
 
 def rows_of(batch: StepBatch) -> Rows:
     """How many rows tensors of each kind have. With hops the kinds are numbered by the distance from a seed up to which they reach."""
     rows: Rows = {"pairs": batch.pairs.shape[0], "positives": batch.num_pos, "endpoints": batch.nodes.numel()}
+    second = batch.second
     if batch.hops is None:
         own_edges = 0 if batch.modularity is None else batch.modularity.src.numel()
-        return rows | {"nodes": batch.x.shape[0], "messages": batch.edges.src.numel(), "own messages": own_edges}
-    return rows | hop_rows(batch.hops.nodes, batch.hops.messages)
+        rows |= {
+            "nodes": batch.x.shape[0],
+            "messages": batch.edges.src.numel(),
+            "own messages": own_edges,
+        }
+        return rows if second is None else rows | {f"messages{SECOND}": second.edges.src.numel()}
+    rows |= hop_rows(batch.hops.nodes, batch.hops.messages)
+    if second is None or second.hops is None:
+        return rows
+    return rows | hop_rows(second.hops.nodes, second.hops.messages, SECOND)
 
 
-def hop_rows(nodes: Iterable[float], messages: Iterable[float]) -> Rows:
-    near = {f"nodes within {depth}": float(total) for depth, total in enumerate(np.cumsum(list(nodes)))}
-    return near | {f"messages within {depth}": float(total) for depth, total in enumerate(np.cumsum(list(messages)))}
+def hop_rows(nodes: Iterable[float], messages: Iterable[float], view: str = "") -> Rows:
+    """Rows up to each distance from a seed; `view`: what is added to the names of the kinds."""
+    near = {
+        f"nodes within {depth}{view}": float(total)
+        for depth, total in enumerate(np.cumsum(list(nodes)))
+    }
+    return near | {
+        f"messages within {depth}{view}": float(total)
+        for depth, total in enumerate(np.cumsum(list(messages)))
+    }
 
 
 def _by_row(tensors: Iterable[Tensor], played: Rows, real: Rows) -> RowBytes:

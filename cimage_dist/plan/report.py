@@ -53,6 +53,14 @@ def _communication_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
     step, refresh = plan["step_collectives"], plan["refresh"]
     per_step = f"{step['number']} collectives, {readable(step['bytes_reduced'])} reduced; {readable(step['bytes_sent_per_rank'])} sent per rank in a ring"
     lines = [("each step", per_step)]
+    redundancy = plan["redundancy"]
+    if redundancy:
+        text = (
+            "two views encoded in each batch; products of "
+            f"{redundancy['rows_per_worker']:,} rows by {redundancy['channels']:,}² channels, "
+            f"{redundancy['flops_per_worker'] / 1e9:,.1f} GFLOP per worker"
+        )
+        lines.append(("redundancy", text))
     if refresh:
         text = (
             f"every {refresh['every_steps']:,} steps ({plan['steps']['refreshes']:,} times): about {refresh['collectives']} collectives, {readable(refresh['bytes_reduced'])} reduced, "

@@ -27,7 +27,7 @@ def curves(records: Records, names: dict[str, str]) -> dict[str, list[Point]]:
 def loss_charts(records: Records, best_step: int | None) -> list[Chart]:
     train, val = of_kind(records, "train"), of_kind(records, "val")
     marks = [(best_step, "selected")] if best_step else []
-    terms = curves(train, {"structure": "edges", "factor": "factors", "loss": "objective"})
+    terms = curves(train, {"structure": "edges", "factor": "factors", "redundancy": "redundancy", "loss": "objective"})
     return [
         lines("Loss terms", "The objective is edges + λ1 · factors + λ2 · clusters; each term as it enters, before its weight.", "step", "loss", terms, marks),
         lines("Cluster term", "Minus the soft modularity of the graph under the similarity of embeddings: lower is a better cut.", "step", "loss", curves(train, {"cluster": "clusters"}), marks),

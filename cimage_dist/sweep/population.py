@@ -26,8 +26,11 @@ def check_space(space: Space) -> None:
     for d in space:
         if not d.key.startswith(_CHANGEABLE):
             raise UserError(f"space: {d.key} changes the model's shape or its data, so population-based training cannot hand weights over. Search it by asha.")
-        if d.key == "loss.factor_weight" and 0 in d.corners():
-            raise UserError("space: loss.factor_weight reaches 0, where there is no factor decoder to hand over. Let it start above 0 with scheduler: pbt.")
+        decoder = {"loss.factor_weight": "factor", "loss.structure_weight": "edge"}.get(d.key)
+        if decoder and 0 in d.corners():
+            raise UserError(
+                f"space: {d.key} reaches 0, where there is no {decoder} decoder to hand over. Let it start above 0 with scheduler: pbt."
+            )
 
 
 def generations(sweep: Sweep) -> list[int]:

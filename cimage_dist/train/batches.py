@@ -16,9 +16,10 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.graph.loader import BatchLoader, BatchSource
 from cimage_dist.graph.masking import MaskedGraph, PathMasker
-from cimage_dist.nn.features import Features
+from cimage_dist.nn.features import Features, drop_columns
 from cimage_dist.nn.messages import Hops
-from cimage_dist.types import EdgeList, SampledBatch, Topology
+from cimage_dist.nn.model import View
+from cimage_dist.types import EdgeList, SampledBatch, SampledView, Topology
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class StepBatch:
     x [n, F] and `edges`: what the encoder sees. `pairs` int64 [p+q, 2]: p positives, then q non-edges, with `weight` [p+q] 0 for
     padding (None: all 1). `nodes` int64: whose factors are reconstructed, with `node_weight`. `modularity`: edges of the full-graph
     form of the clustering loss, or None for the form that uses the positives. `hops`: the order of a sampled subgraph, whose seeds are
-    all nodes that the losses look at.
+    all nodes that the losses look at. `gids` int64: global ids of `nodes`. `second`: another view of `nodes`, for the redundancy loss.
     """
 
     x: Features
@@ -43,6 +44,15 @@ class StepBatch:
     global_neg: float
     global_nodes: float
     hops: Hops | None = None
+    gids: Tensor | None = None
+    second: View | None = None
+
+
+def _columns(x: Features, cfg: Config, step: int, view: int) -> Features:
+    """x as a view of a step sees it: without the columns drawn for it, the same on all ranks."""
+    return drop_columns(
+        x, cfg.mask.feature_rate, keyed.stream(cfg.run.seed, "view-columns", step, view)
+    )
 
 
 class Batches(Protocol):
@@ -66,38 +76,54 @@ class FullGraphBatches:
         starts = topology.num_nodes if cfg.mask.start == "node" else topology.num_edges
         most = min(topology.num_edges, int(cfg.mask.start_rate * starts) * cfg.mask.walk_length)
         self.steps_per_epoch = max(1, math.ceil(most / cfg.train.batch_edges))
-        self._epoch = -1
-        self._mask: MaskedGraph | None = None
+        self._masks: dict[
+            int, tuple[int, MaskedGraph]
+        ] = {}  # of each view: the epoch, and its mask
 
-    def _mask_of(self, epoch: int) -> MaskedGraph:
-        if self._mask is None or epoch != self._epoch:
-            mask = self.masker.mask(epoch)
+    def _mask_of(self, epoch: int, view: int = 0) -> MaskedGraph:
+        if view not in self._masks or self._masks[view][0] != epoch:
+            mask = self.masker.mask(epoch, view)
             if self.steps_per_epoch > 1:
                 draws = keyed.uniform(keyed.stream(self.cfg.run.seed, "batch-order", epoch), torch.arange(mask.masked.shape[0]))
                 mask = mask._replace(masked=mask.masked[draws.argsort(stable=True)])
-            self._epoch, self._mask = epoch, mask._replace(visible=mask.visible.to(self.x.device))
-        return self._mask
+            self._masks[view] = epoch, mask._replace(visible=mask.visible.to(self.x.device))
+        return self._masks[view][1]
+
+    def _view(self, step: int, view: int) -> tuple[Features, EdgeList]:
+        """Features and edges that the encoder sees in a view of a step."""
+        mask = self._mask_of(step // self.steps_per_epoch, view)
+        return _columns(self.x, self.cfg, step, view), self.masker.hide_more(
+            mask.visible, step, view
+        )
 
     def batch(self, step: int) -> StepBatch:
         epoch, part = divmod(step, self.steps_per_epoch)
         mask = self._mask_of(epoch)
         total = mask.masked.shape[0]
         positives = mask.masked[total * part // self.steps_per_epoch : total * (part + 1) // self.steps_per_epoch]
-        negatives = self.masker.negatives(positives.shape[0], step)
+        # Without an edge decoder nobody looks at non-edges.
+        wanted = positives.shape[0] if self.cfg.loss.structure_weight > 0 else 0
+        negatives = self.masker.negatives(wanted, step)
         pos, neg = (pairs[slice(*self.comm.slice_of(pairs.shape[0]))] for pairs in (positives, negatives))
         num_nodes = self.x.shape[0]
+        x, visible = self._view(step, 0)
+        nodes = torch.arange(*self.comm.slice_of(num_nodes), device=self.x.device)
         return StepBatch(
-            x=self.x,
-            edges=mask.visible,
+            x=x,
+            edges=visible,
             pairs=torch.cat([pos, neg]).to(self.x.device),
             num_pos=pos.shape[0],
             weight=None,
-            nodes=torch.arange(*self.comm.slice_of(num_nodes), device=self.x.device),
+            nodes=nodes,
             node_weight=None,
-            modularity=_share_of_edges(mask.visible, self.comm),
+            modularity=_share_of_edges(visible, self.comm),
             global_pos=positives.shape[0],
             global_neg=negatives.shape[0],
             global_nodes=num_nodes,
+            gids=nodes,
+            second=View(*self._view(step, 1), nodes)
+            if self.cfg.loss.redundancy_weight > 0
+            else None,
         )
 
     def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
@@ -131,26 +157,41 @@ class SampledBatches:
             rescale=sampler.rescale,
             backend=sampler.backend,
             features=features,
+            views=2 if cfg.loss.redundancy_weight > 0 else 1,
+            has_negatives=cfg.loss.structure_weight > 0,
         )
         self.steps_per_epoch = self.source.schedule.steps_per_epoch
 
     def convert(self, batch: SampledBatch) -> StepBatch:
         batch = batch.to(self.device, non_blocking=True)
-        assert batch.x is not None
+        nodes = batch.pos.reshape(-1)
+        second = None if batch.second is None else View(*self._view(batch.second, batch.step, 1))
+        x, edges, _, hops = self._view(batch, batch.step, 0)
         return StepBatch(
-            x=batch.x.to(torch.get_default_dtype()),
-            edges=replace(batch.edges, degree=batch.degree),
+            x=x,
+            edges=edges,
             pairs=torch.cat([batch.pos, batch.neg]),
             num_pos=batch.pos.shape[0],
             weight=torch.cat([batch.pos_weight, batch.neg_weight]),
-            nodes=batch.pos.reshape(-1),
+            nodes=nodes,
             node_weight=batch.pos_weight.repeat_interleave(2),
             modularity=None,
             global_pos=batch.global_pos,
             global_neg=batch.global_neg,
             global_nodes=2 * batch.global_pos,
-            hops=Hops(batch.nodes_per_hop, batch.edges_per_hop),
+            hops=hops,
+            gids=batch.node_gid[nodes],
+            second=second,
         )
+
+    def _view(
+        self, sample: SampledBatch | SampledView, step: int, view: int
+    ) -> tuple[Features, EdgeList, Tensor, Hops]:
+        """Features, messages, rows of the positives' endpoints, and hops of a view."""
+        assert sample.x is not None
+        x = _columns(sample.x.to(torch.get_default_dtype()), self.cfg, step, view)
+        edges = replace(sample.edges, degree=sample.degree)
+        return x, edges, sample.pos.reshape(-1), Hops(sample.nodes_per_hop, sample.edges_per_hop)
 
     def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
         sampler = self.cfg.sampler

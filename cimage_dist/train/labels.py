@@ -78,7 +78,7 @@ def _edge_only_part(cfg: Config) -> Config:
     """What the edge-only encoder and its k-means depend on; the rest as by default, so that searches over it share their labels."""
     return dataclasses.replace(
         cfg,
-        loss=dataclasses.replace(cfg.loss, factor_weight=0.0, cluster_weight=0.0),
+        loss=cfg.loss.edges_only(),
         cluster=ClusterConfig(init="selfkmeans", init_epochs=cfg.cluster.init_epochs, restarts=cfg.cluster.restarts),
         ci=CIConfig(),
         train=TrainConfig(precision=cfg.train.precision),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -32,16 +33,17 @@ from cimage_dist.train.labels import LabelSet
 from cimage_dist.train.meter import Meter
 from cimage_dist.train.refresh import Refresher, random_scores
 from cimage_dist.train.sink import Sink
-from cimage_dist.train.step import objective, train_step
+from cimage_dist.train.step import PseudoLabels, objective, train_step
 from cimage_dist.types import CIScores, Topology
 
 # Scores a model by validation data only; "score" is what selection maximises.
 Validator = Callable[[CimageModel], dict[str, float]]
 
 _LABELS = "pseudo-labels"
+_TEACHER = "teacher."
 # The option has another name since torch 2.13.
 _UNSHARED_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if TorchVersion(torch.__version__) >= "2.13" else "broadcast_buffers": False}
-SHOWN = ("loss", "structure", "factor", "cluster")
+SHOWN = ("loss", "structure", "factor", "cluster", "redundancy")
 
 
 def pick_device(cfg: Config) -> torch.device:
@@ -90,6 +92,10 @@ class Trainer:
         self.scheduler = make_schedule(self.optimizer, optim, self.total_steps)
         self.refresher: Refresher | None = None
         self.scores: CIScores | None = None
+        self.labels: PseudoLabels | None = None  # where the redundancy loss looks at them
+        self.teacher: Encoder | None = None
+        if cfg.loss.factor_weight > 0 and cfg.loss.factor_target == "teacher":
+            self.teacher = copy.deepcopy(self.model.encoder).requires_grad_(False).eval()
         self.step = 0
         self.best_score = -math.inf
         self.best_step = 0
@@ -112,6 +118,10 @@ class Trainer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
         tensors = checkpoint.pack_model(self.model) | slots
+        if self.teacher is not None:
+            tensors |= {
+                f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()
+            }
         meta: dict[str, Any] = {"optimizer": groups, "scheduler": self.scheduler.state_dict(), "best": None, "scores": None}
         if self.best_step:
             meta["best"] = {"score": self.best_score, "step": self.best_step}
@@ -126,6 +136,14 @@ class Trainer:
         checkpoint.unpack_model(self.model, saved.tensors, saved.path)
         checkpoint.unpack_optimizer(self.optimizer, saved.tensors, saved.meta["optimizer"])
         self.scheduler.load_state_dict(saved.meta["scheduler"])
+        if self.teacher is not None:
+            kept_teacher = {
+                name.removeprefix(_TEACHER): value
+                for name, value in saved.tensors.items()
+                if name.startswith(_TEACHER)
+            }
+            # Weights handed over by a run without a teacher begin a new average.
+            self.teacher.load_state_dict(kept_teacher or self.model.encoder.state_dict())
         if saved.meta["best"]:
             self.best_score, self.best_step = saved.meta["best"]["score"], saved.meta["best"]["step"]
         if saved.meta["scores"]:
@@ -146,10 +164,43 @@ class Trainer:
         """Collective: one optimiser step on train.accumulate batches."""
         self.model.train()
         first = self.step * self.cfg.train.accumulate
-        terms = train_step(self.wrapped, self.optimizer, self.scheduler, batches, first, self.cfg, self.scores, self.comm)
+        teacher = None if self.teacher is None else self._taught
+        terms = train_step(
+            self.wrapped,
+            self.optimizer,
+            self.scheduler,
+            batches,
+            first,
+            self.cfg,
+            self.scores,
+            self.comm,
+            self.labels,
+            teacher,
+        )
         self._share_running_statistics()
+        self._average_teacher()
         self.step += 1
         return terms
+
+    def _taught(self, gids: Tensor, number: int) -> Tensor:
+        """The teacher's factors of nodes on the unmasked graph, [n, K, C]."""
+        assert self.teacher is not None
+        return self.embedder(self.teacher, gids, number).z
+
+    @torch.no_grad()
+    def _average_teacher(self) -> None:
+        """teacher <- m·teacher + (1 - m)·encoder, weights and running moments alike."""
+        if self.teacher is None:
+            return
+        for kept, now in zip(
+            self.teacher.state_dict().values(),
+            self.model.encoder.state_dict().values(),
+            strict=True,
+        ):
+            if kept.is_floating_point():
+                kept.lerp_(now, 1 - self.cfg.loss.teacher_momentum)
+            else:
+                kept.copy_(now)
 
     def _share_running_statistics(self) -> None:
         """Collective: rank 0's running moments for all. Each rank drops other inputs, so its own would give other embeddings."""
@@ -171,7 +222,7 @@ def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: 
     seed = keyed.derive(cfg.run.seed, keyed.STREAM["initial-labels"]) & (2**62 - 1)
     short = dataclasses.replace(
         cfg,
-        loss=dataclasses.replace(cfg.loss, factor_weight=0.0, cluster_weight=0.0),
+        loss=cfg.loss.edges_only(),
         train=dataclasses.replace(cfg.train, epochs=cfg.cluster.init_epochs),
         run=dataclasses.replace(cfg.run, seed=seed),
     )
@@ -197,18 +248,25 @@ def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink:
 
 
 def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
-    """Collective: what the factor loss needs before the first step: initial labels (kept by the sink), or the random control."""
+    """Collective: what the losses need before the first step: initial labels (kept by the sink), or the random control."""
     cfg, graph, comm = trainer.cfg, trainer.graph, trainer.comm
-    if cfg.loss.factor_weight == 0:
+    if not cfg.loss.uses_partition:
         return
-    if cfg.ci.partition == "random":
+    is_random = cfg.ci.partition == "random"
+    if is_random:
         trainer.scores = random_scores(cfg.model.num_factors, cfg.run.seed)
-        return
+        if not cfg.loss.is_conditional:
+            return
     kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
     if kept is None:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
         kept = {"labels": found.labels, "confidence": found.confidence}
         sink.store(_LABELS, kept)
+    if cfg.loss.is_conditional:
+        found_labels = kept["labels"].to(trainer.device, torch.int32)
+        trainer.labels = PseudoLabels(found_labels, int(found_labels.max()) + 1)
+    if is_random:
+        return
     trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm, trainer.total_steps)
 
 

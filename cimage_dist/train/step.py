@@ -6,8 +6,9 @@ DDP averages gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +20,83 @@ from cimage_dist.config import Config
 from cimage_dist.losses import factor_loss, structure_loss, target_factors
 from cimage_dist.nn.model import ModelOutput
 from cimage_dist.stats.modularity import modularity_edges, modularity_full
+from cimage_dist.stats.redundancy import redundancy_loss
 from cimage_dist.train.batches import StepBatch
 from cimage_dist.types import CIScores
 
 
-def loss_terms(model: nn.Module, batch: StepBatch, cfg: Config, scores: CIScores | None, comm: Comm) -> dict[str, Tensor]:
-    """Collective: this rank's share of each term that has a weight in the objective."""
+class PseudoLabels(NamedTuple):
+    """`label` int32 [N] of all nodes, -1: none; below `num_clusters`."""
+
+    label: Tensor
+    num_clusters: int
+
+
+# (a batch's `gids`, number of the batch) -> the teacher's factors of those nodes, [n, K, C]
+Teacher = Callable[[Tensor, int], Tensor]
+
+
+def loss_terms(
+    model: nn.Module,
+    batch: StepBatch,
+    cfg: Config,
+    scores: CIScores | None,
+    comm: Comm,
+    labels: PseudoLabels | None = None,
+    teacher_nKC: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Collective: this rank's share of each term that has a weight in the objective.
+
+    labels: for the conditional redundancy loss; teacher_nKC: target of the factor loss.
+    """
     use_factors = cfg.loss.factor_weight > 0 and scores is not None
     context = scores.in_context.to(batch.x.device) if scores is not None else None
     visible = ~target_factors(context, cfg.loss) if context is not None else None
     with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=cfg.train.precision == "bfloat16"):
-        out: ModelOutput = model(batch.x, batch.edges, batch.pairs, batch.nodes if use_factors else None, visible if use_factors else None, batch.hops)
-    cut = batch.num_pos
-    weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
-    pos, neg = structure_loss(*out.logits.to(out.z.dtype).tensor_split([cut]), *weights)
-    terms = {"structure": pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)}
+        nodes, hidden = (batch.nodes, visible) if use_factors else (None, None)
+        out: ModelOutput = model(
+            batch.x, batch.edges, batch.pairs, nodes, hidden, batch.hops, batch.second
+        )
+    terms = {}
+    if out.logits is not None:
+        cut = batch.num_pos
+        weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
+        pos, neg = structure_loss(*out.logits.to(out.z.dtype).tensor_split([cut]), *weights)
+        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(
+            batch.global_neg, 1
+        )
     if out.predicted is not None and context is not None:
-        recon = factor_loss(out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype), context, cfg.loss, batch.node_weight)
+        own, predicted = out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype)
+        recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight, teacher_nKC)
         terms["factor"] = recon.total / max(batch.global_nodes, 1)
     if cfg.loss.cluster_weight != 0:
         terms["cluster"] = _cluster_share(out.z.flatten(1), batch, comm)
+    if out.second is not None:
+        terms["redundancy"] = _redundancy_share(out, batch, cfg, context, labels, comm)
     return terms
+
+
+def _redundancy_share(
+    out: ModelOutput,
+    batch: StepBatch,
+    cfg: Config,
+    context: Tensor | None,
+    labels: PseudoLabels | None,
+    comm: Comm,
+) -> Tensor:
+    """Over all nodes, or over the endpoints of the positives, each as often as it is one."""
+    assert out.second is not None and batch.gids is not None
+    za, zb = out.z.index_select(0, batch.nodes).flatten(1), out.second.flatten(1)
+    given: dict[str, Any] = {
+        "mu": cfg.loss.redundancy_decorrelation,
+        "weight": batch.node_weight,
+        "comm": comm,
+    }
+    if cfg.loss.is_conditional:
+        assert labels is not None and context is not None
+        own = labels.label[batch.gids].to(torch.int64)
+        given |= {"labels": own, "num_clusters": labels.num_clusters, "in_context": context}
+    return redundancy_loss(za, zb, **given)
 
 
 def _cluster_share(z: Tensor, batch: StepBatch, comm: Comm) -> Tensor:
@@ -52,8 +109,14 @@ def _cluster_share(z: Tensor, batch: StepBatch, comm: Comm) -> Tensor:
 
 
 def objective(terms: dict[str, Tensor], cfg: Config) -> Tensor:
-    """L = L_st + λ1·L_ch + λ2·L_cl (§1); terms without a weight are absent."""
-    weight = {"structure": 1.0, "factor": cfg.loss.factor_weight, "cluster": cfg.loss.cluster_weight}
+    """L = λ0·L_st + λ1·L_ch + λ2·L_cl + λ3·L_red (§1); terms without a weight are absent."""
+    loss = cfg.loss
+    weight = {
+        "structure": loss.structure_weight,
+        "factor": loss.factor_weight,
+        "cluster": loss.cluster_weight,
+        "redundancy": loss.redundancy_weight,
+    }
     return torch.stack([weight[name] * value for name, value in terms.items()]).sum()
 
 
@@ -66,6 +129,8 @@ def train_step(
     cfg: Config,
     scores: CIScores | None,
     comm: Comm,
+    labels: PseudoLabels | None = None,
+    teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
     """Collective: forward and backward of each batch, the first of them number `first`, then clip, update, schedule.
 
@@ -81,7 +146,11 @@ def train_step(
         with torch.random.fork_rng(devices=devices), waits:
             # Dropout is the one draw that depends on the rank: each rank drops its own copy of the rows.
             torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", first + number, comm.rank))
-            terms = loss_terms(model, batch, cfg, scores, comm)
+            target = None
+            if teacher is not None:
+                assert batch.gids is not None
+                target = teacher(batch.gids, first + number)
+            terms = loss_terms(model, batch, cfg, scores, comm, labels, target)
             (comm.world / len(batches) * objective(terms, cfg)).backward()
         for name, value in terms.items():
             total[name] = total.get(name, 0.0) + value.detach() / len(batches)

@@ -33,6 +33,30 @@ def make_source(**options: object) -> BatchSource:
     return BatchSource(*random_csr(), **(defaults | options))  # type: ignore[arg-type]
 
 
+def test_a_second_view_sees_the_same_positives_and_none_of_their_edges():
+    one, two = make_source(hide_rate=0.3), make_source(hide_rate=0.3, views=2)
+    for step in (0, 3):
+        plain, batch = one[step], two[step]
+        assert plain.second is None and batch.second is not None
+        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(
+            plain.edges.src, batch.edges.src
+        )
+        view = batch.second
+        assert torch.equal(view.node_gid[view.pos], batch.node_gid[batch.pos])
+        listed = two.hidden(step, two.schedule.batch(step), 1)
+        src, dst = (view.node_gid[ends].numpy() for ends in (view.edges.src, view.edges.dst))
+        assert len(src) and not listed.is_hidden(dst, src).any()
+        assert listed.extra_key != two.hidden(step, two.schedule.batch(step)).extra_key
+        moved = batch.to(torch.device("cpu"))
+        assert moved.second is not None and torch.equal(moved.second.pos, view.pos)
+
+
+def test_without_negatives_only_the_positives_are_seeds():
+    batch = make_source(has_negatives=False)[0]
+    assert batch.neg.shape == (0, 2) and batch.global_neg == 0
+    assert batch.nodes_per_hop[0] == batch.pos.unique().numel()
+
+
 def test_worker_processes_do_not_change_the_batches() -> None:
     source = make_source()
     state = torch.get_rng_state()

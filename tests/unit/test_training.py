@@ -73,6 +73,85 @@ def test_the_loss_falls(cfg, small_sbm):
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
 
 
+VIEWS = ["loss.redundancy_weight=0.5", "mask.hide_rate=0.3", "mask.feature_rate=0.2"]
+TEACHER = ["loss.factor_weight=0.4", "loss.factor_target=teacher", "ci.partition=random"]
+
+
+@pytest.mark.parametrize("kind", ["full", "sampled"])
+def test_two_views_and_a_teacher_resume_to_the_last_bit(store_dir, small_sbm, tmp_path, kind):
+    sampled = (
+        ["sampler.fanouts=[4,4,4]", "sampler.batch_edges=150", "train.epochs=1"]
+        if kind == "sampled"
+        else []
+    )
+    cfg = load_config(overrides=[*small_sbm_settings(store_dir), *TINY, *VIEWS, *TEACHER, *sampled])
+    with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
+        worker(cfg, Comm(), sink, small_sbm)
+    with (
+        StopAfter(RunDir(tmp_path / "parts"), cfg.run, steps=3) as sink,
+        pytest.raises(Interrupted),
+    ):
+        worker(cfg, Comm(), sink, small_sbm)
+    with LocalSink(RunDir(tmp_path / "parts"), cfg.run) as sink:
+        trainer = worker(cfg, Comm(), sink, small_sbm)
+    assert trainer.step > 4 and trainer.teacher is not None
+    assert not torch.equal(trainer.teacher.linear.weight, trainer.model.encoder.linear.weight)
+    assert numbers(RunDir(tmp_path / "parts")) == numbers(RunDir(tmp_path / "whole"))
+    assert all(
+        "redundancy" in r for r in numbers(RunDir(tmp_path / "whole")) if r["kind"] == "train"
+    )
+    a, b = (checkpoint.load_latest(tmp_path / name / "ckpt") for name in ("whole", "parts"))
+    assert (
+        a is not None
+        and b is not None
+        and a.meta == b.meta
+        and "teacher.linear.weight" in a.tensors
+    )
+    torch.testing.assert_close(a.tensors, b.tensors, rtol=0, atol=0)
+
+
+def test_views_of_a_step_are_independent_and_hide_whole_edges(store_dir, small_sbm):
+    cfg = load_config(overrides=[*small_sbm_settings(store_dir), *TINY, *VIEWS])
+    topology, x = small_sbm.topology(), small_sbm.features()
+    batches = FullGraphBatches(x, topology, cfg, Comm())
+    first, again = batches.batch(3), FullGraphBatches(x, topology, cfg, Comm()).batch(3)
+    assert first.second is not None and again.second is not None
+    keys = []
+    for view, same in ((first, again), (first.second, again.second)):
+        assert torch.equal(view.edges.src, same.edges.src) and torch.equal(view.x, same.x)
+        key = view.edges.dst * topology.num_nodes + view.edges.src
+        assert torch.equal(
+            key.sort().values, (view.edges.src * topology.num_nodes + view.edges.dst).sort().values
+        )
+        keys.append(key)
+        gone = (view.x == 0).all(0)
+        assert torch.equal(view.x[:, ~gone], x[:, ~gone])
+    seen = batches.masker.mask(3).visible.src.numel()
+    assert 0.6 < keys[0].numel() / seen < 0.8
+    assert not torch.equal(first.x, first.second.x) and not torch.equal(*(key[:50] for key in keys))
+    later = batches.batch(4).second
+    assert later is not None and not torch.equal(later.edges.src[:50], first.second.edges.src[:50])
+
+
+def test_redundancy_alone_trains_without_an_edge_decoder(store_dir, small_sbm):
+    overrides = [
+        *small_sbm_settings(store_dir),
+        *TINY,
+        *VIEWS,
+        "loss.structure_weight=0",
+        "train.epochs=30",
+    ]
+    cfg = load_config(overrides=overrides)
+    sink = MemorySink()
+    trainer = worker(cfg, Comm(), sink, small_sbm)
+    assert trainer.model.structure is None
+    records = [r for r in sink.records if r["kind"] == "train"]
+    assert all(
+        "structure" not in r and r["loss"] == pytest.approx(0.5 * r["redundancy"]) for r in records
+    )
+    assert records[-1]["loss"] < records[0]["loss"]
+
+
 @pytest.mark.parametrize("stop_at", [1, 3, 4, 7])
 def test_resumed_equals_uninterrupted_to_the_last_bit(cfg, small_sbm, tmp_path, stop_at):
     cfg.train.validate_every, cfg.train.select = 3, "val"
