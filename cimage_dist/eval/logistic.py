@@ -27,7 +27,7 @@ _MOST_REDUCED = 4096  # rows up to which the n × n Gram matrix is decomposed
 _MOST_DOUBLE = 10_000_000  # entries up to which the fit is in float64
 _MOST_EXACT = 200_000  # training rows up to which L-BFGS sees all of them
 _GRADIENT = 1e-6  # largest gradient entry of the mean loss at convergence
-_EPOCHS, _BATCH, _RATE = 20, 4096, 0.1  # of the mini-batch fit
+_EPOCHS, _STEPS, _BATCH, _RATE = 20, 2000, 4096, 0.3  # of the mini-batch fit
 
 Rows = Any  # float ndarray [n, F], or scipy.sparse.csr_matrix of that shape
 Array = np.ndarray
@@ -174,9 +174,10 @@ def _minimise(
 def _by_batches(
     x: Rows, y: Array, num_classes: int, strengths: tuple[float, ...]
 ) -> tuple[Array, Array]:
-    """(weight [S, M, F], bias [S, M]) by Adam on keyed mini-batches, rate falling to 0 by a cosine.
+    """(weight [S, M, F], bias [S, M]) by Adam on keyed batches, the rate falling to 0 by a cosine.
 
-    All strengths see the same batches: one product of the batch with S·M weight rows per step.
+    20 epochs, and at least 2000 steps. All strengths see the same batches: one product of the batch
+    with S·M weight rows per step.
     """
     num_rows, width = x.shape
     count = len(strengths)
@@ -187,9 +188,10 @@ def _by_batches(
         weight = torch.zeros(count, num_classes, width, requires_grad=True)
         bias = torch.zeros(count, num_classes, requires_grad=True)
         optimizer = torch.optim.Adam([weight, bias], lr=_RATE)
-        steps = _EPOCHS * -(-num_rows // _BATCH)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for epoch in range(_EPOCHS):
+        per_epoch = -(-num_rows // _BATCH)
+        epochs = max(_EPOCHS, -(-_STEPS // per_epoch))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch)
+        for epoch in range(epochs):
             key = keyed.stream(0, "probe", 1_000_000 + epoch)
             for ids in keyed.bits(key, torch.arange(num_rows)).argsort().split(_BATCH):
                 batch = x[ids.numpy()]
