@@ -181,10 +181,10 @@ def _by_batches(
     """
     num_rows, width = x.shape
     count = len(strengths)
-    mean = torch.from_numpy(np.asarray(x.mean(0), dtype=np.float32).reshape(-1))
-    labels = torch.from_numpy(y)
-    decay = torch.tensor([1.0 / (c * num_rows) for c in strengths]).view(-1, 1, 1)
     with torch.inference_mode(False), torch.enable_grad():
+        mean = torch.from_numpy(np.asarray(x.mean(0), dtype=np.float32).reshape(-1))
+        labels = torch.from_numpy(y)
+        decay = torch.tensor([1.0 / (c * num_rows) for c in strengths]).view(-1, 1, 1)
         weight = torch.zeros(count, num_classes, width, requires_grad=True)
         bias = torch.zeros(count, num_classes, requires_grad=True)
         optimizer = torch.optim.Adam([weight, bias], lr=_RATE)
@@ -205,5 +205,5 @@ def _by_batches(
                 (loss + 0.5 * (decay * weight * weight).sum()).backward()
                 optimizer.step()
                 schedule.step()
-    found = weight.detach()
-    return found.numpy(), (bias.detach() - found @ mean).numpy()
+        found = weight.detach()
+        return found.numpy(), (bias.detach() - found @ mean).numpy()

@@ -29,6 +29,14 @@ def decoder_score(model: CimageModel, z: Tensor) -> Callable[[Tensor], Tensor]:
     return score
 
 
+def why_unvalidated(cfg: Config, graph: Graph) -> str | None:
+    """One line where a graph has nothing to validate on: neither labels nor held-out edges."""
+    labels = graph.labels()
+    if cfg.data.holdout_edges != "none" or (labels is not None and bool((labels >= 0).any())):
+        return None
+    return f"graph {graph.name} has no labels and no held-out edges: no validation score, the last step is the result"
+
+
 def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSplit | None) -> Callable[[CimageModel], dict[str, float]] | None:
     """A function model -> {"score": ..., ...} in percent, or None when validation is off.
 

@@ -217,13 +217,16 @@ class Follower(threading.Thread):
 def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
     """Train on resources.num_workers Ray workers and return the summary, as `stages.pretrain` does for one process."""
     cfg = absolute(cfg)
-    with stages.summarised(cfg, open_graph(cfg.data)) as outcome:
+    graph = open_graph(cfg.data)
+    with stages.summarised(cfg, graph) as outcome:
         start_ray(cfg)
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             check_storage(outcome.run.root)
         res = cfg.resources
         workers = f"{res.min_workers} to {res.num_workers}" if 0 < res.min_workers < res.num_workers else str(res.num_workers)
         progress.note(f"training on {workers} Ray workers into {outcome.run.root}")
+        if reason := why_unvalidated(cfg, graph):
+            progress.note(reason)
         follower = Follower(outcome.run, progress)
         follower.start()
         try:

@@ -137,7 +137,11 @@ def test_the_whole_way(cli: Cli, tmp_path: Path) -> None:
 
 
 def assert_scores(scores: dict[str, Any], with_links: bool) -> None:
-    assert set(scores["controls"]) == {"raw", "smoothed", "untrained"}
+    assert list(scores["controls"]) == ["raw", "smoothed", "pagerank", "pca", "untrained"]
+    assert scores["controls"]["smoothed"]["hops"] in HOPS and scores["controls"]["pagerank"]["alpha"] in ALPHAS
+    assert scores["controls"]["pca"]["of"] in ("raw", "smoothed", "pagerank")
+    assert scores["controls_best"]["any"] in scores["controls"] and scores["controls_best"]["same_width"] in scores["controls"]
+    assert {"val", "test", "pool", "pool_se"} <= set(scores["node"])
     for row in (scores, *scores["controls"].values()):
         assert is_percent(row["node"]["val"]) and is_percent(row["node"]["test"])
         assert is_percent(row["cluster"]["acc"]) and is_percent(row["cluster"]["nmi"])
