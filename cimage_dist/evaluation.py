@@ -118,7 +118,11 @@ def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None
 
 
 def control_rows(
-    cfg: Config, graph: Graph, topology: Topology, width: int, note: Callable[[str], None]
+    cfg: Config,
+    graph: Graph,
+    topology: Topology,
+    width: int,
+    note: Callable[[str], None],
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """(name, matrix [N, ·], what was chosen for it) of every control; `width` is that of ours.
 
@@ -154,10 +158,7 @@ def best_controls(controls: dict[str, dict[str, Any]], width: int) -> dict[str, 
     known = {name: (c.get("node") or {}).get("pool") for name, c in controls.items()}
     scores = {name: value for name, value in known.items() if value is not None}
     narrow = {name: value for name, value in scores.items() if controls[name]["width"] <= width}
-    return {
-        key: max(found, key=lambda name: found[name], default=None)
-        for key, found in (("any", scores), ("same_width", narrow))
-    }
+    return {key: max(found, key=lambda name: found[name], default=None) for key, found in (("any", scores), ("same_width", narrow))}
 
 
 def _facts(cfg: Config, graph: Graph, links: LinkSplit | None) -> dict[str, Any]:

@@ -79,10 +79,7 @@ def low_label_scores(cfg: Config, graph: Graph) -> dict[str, dict[str, float | N
     found: dict[str, dict[str, float | None]] = {}
     for ratio in RATIOS:
         split = ratio_split(y, ratio, cfg.run.seed)
-        scores = {
-            name: linear_probe(z, y, split, cfg.eval, cfg.run.seed, graph.num_classes).test
-            for name, z in rows.items()
-        }
+        scores = {name: linear_probe(z, y, split, cfg.eval, cfg.run.seed, graph.num_classes).test for name, z in rows.items()}
         gcn = gcn_accuracy(x, y, topology, split, cfg.run.seed)
         found[f"{100 * ratio:g}"] = {**scores, "gcn": gcn}
     return found

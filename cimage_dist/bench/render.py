@@ -163,7 +163,9 @@ def _origin(table: Table, results: Path) -> list[str]:
     earlier = sum(result.get("ruler", 1) != RULER for result in found)
     old = f"; {earlier} of {len(found)} runs were scored by the earlier probe of 300 epochs" if earlier else ""
     missing = f"; {len(cells) - len(there)} of {len(cells)} runs are still to be made" if len(there) < len(cells) else ""
-    return [f"In brackets the number of seeds. Files: `benchmarks/results/{Path(table.config).parent.name}/`; commits {', '.join(commits) or 'none'}{missing}{old}."]
+    return [
+        f"In brackets the number of seeds. Files: `benchmarks/results/{Path(table.config).parent.name}/`; commits {', '.join(commits) or 'none'}{missing}{old}."
+    ]
 
 
 def outdated(cell: Cell, results: Path) -> bool:

@@ -61,7 +61,7 @@ def propagate(
         for s in range(last):
             if s:
                 scaled = power * scale
-                # A bag per row of the adjacency sums its neighbours without gathering E × 256 values.
+                # A bag per row of the adjacency sums neighbours without gathering E × 256 values.
                 power = (F.embedding_bag(indices, scaled, offsets, mode="sum") + scaled) * scale
             part = power if nodes is None else power[nodes]
             for j, row in enumerate(weights):

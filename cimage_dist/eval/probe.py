@@ -66,10 +66,7 @@ def linear_probe(
         z = z.detach()
     train, val = _labelled(split.train, y), _labelled(split.val, y)
     if train.numel() == 0:
-        raise UserError(
-            f"linear probe: none of the {int(split.train.sum())} training nodes has a label. "
-            "Give a split whose training nodes are labelled."
-        )
+        raise UserError(f"linear probe: none of the {int(split.train.sum())} training nodes has a label. Give a split whose training nodes are labelled.")
     if num_classes is None:
         num_classes = 1 + max(int(y[ids].max()) for ids in (train, val) if ids.numel())
     if cfg.probe == "logistic":
@@ -100,7 +97,12 @@ def _predict(z: Tensor | Rows, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _logistic(
-    z: Tensor | Rows, y: Tensor, train: Tensor, val: Tensor, num_classes: int, seed: int
+    z: Tensor | Rows,
+    y: Tensor,
+    train: Tensor,
+    val: Tensor,
+    num_classes: int,
+    seed: int,
 ) -> tuple[ProbeResult, Tensor, Tensor]:
     """(validation score, W [M, F], b [M])."""
     x, labels = unit_rows(z, train), y[train].cpu().numpy()
@@ -122,7 +124,12 @@ def _choose(hits: np.ndarray, loss: np.ndarray) -> int:
 
 
 def _by_folds(
-    x: Rows, y: np.ndarray, gids: Tensor, num_classes: int, path: Path, seed: int
+    x: Rows,
+    y: np.ndarray,
+    gids: Tensor,
+    num_classes: int,
+    path: Path,
+    seed: int,
 ) -> int:
     """Position of the chosen C: hits and cross-entropy summed over the folds of the training nodes.
 
@@ -214,9 +221,7 @@ def _rows(z: Tensor, gids: Tensor) -> Tensor:
 
 def _check(z: Tensor | Rows, y: Tensor, split: NodeSplit) -> None:
     if len(z.shape) != 2:
-        raise UserError(
-            f"linear probe: embeddings must be a matrix [nodes, width]; got shape {list(z.shape)}."
-        )
+        raise UserError(f"linear probe: embeddings must be a matrix [nodes, width]; got shape {list(z.shape)}.")
     sizes = {
         "labels": y,
         "training mask": split.train,
@@ -225,7 +230,4 @@ def _check(z: Tensor | Rows, y: Tensor, split: NodeSplit) -> None:
     }
     for name, entries in sizes.items():
         if entries.numel() != z.shape[0]:
-            raise UserError(
-                f"linear probe: {name}: {entries.numel()} entries for {z.shape[0]} embedding rows. "
-                "Row i must belong to node i in both."
-            )
+            raise UserError(f"linear probe: {name}: {entries.numel()} entries for {z.shape[0]} embedding rows. Row i must belong to node i in both.")

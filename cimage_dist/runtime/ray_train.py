@@ -30,6 +30,7 @@ from cimage_dist.config import Config, run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 from cimage_dist.eval.report import read_metrics
+from cimage_dist.eval.validation import why_unvalidated
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.runtime.ray_session import start_ray, uses_gpu
 from cimage_dist.runtime.storage_check import check_storage

@@ -73,7 +73,9 @@ def test_rows_against_one(tmp_path):
     wide = table(("ours", "worse", *many), against="ours")
     noise = {name: [80.0 + at % 3, 81.0, 82.0, 83.0 - at % 2] for at, name in enumerate(many)}
     fill(wide, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1]} | noise)
-    assert verdict([wide], tmp_path) == ["T: 10 comparisons: 1 differs, 9 undecided; ours minus worse: cora +9.95 [+9.86, +10.04] differs."], "of many only those that differ"
+    assert verdict([wide], tmp_path) == ["T: 10 comparisons: 1 differs, 9 undecided; ours minus worse: cora +9.95 [+9.86, +10.04] differs."], (
+        "of many only those that differ"
+    )
 
 
 def test_holm_is_stricter_than_the_level_and_milder_than_bonferroni():
