@@ -291,7 +291,7 @@ class EvalConfig:
     few_labels: list[int] = opt([], "also probe with this many labels per class, e.g. [2, 5, 18]")
     few_label_splits: int = opt(5, "split seeds of the few-label probe")
     kmeans_restarts: int = opt(10, "k-means restarts when clustering is scored")
-    controls: bool = opt(True, "score raw features, smoothed features and the untrained encoder beside the model")
+    controls: bool = opt(True, "score controls beside the model: raw features, smoothed ones, PageRank, principal components, the untrained encoder")
 
     def __post_init__(self) -> None:
         need(self.probe_lr_max > 0, "eval.probe_lr_max", "must be positive", self.probe_lr_max)
