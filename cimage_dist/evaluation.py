@@ -108,8 +108,10 @@ def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None
         for name, matrix, about in control_rows(cfg, graph, topology, z.shape[1], note):
             note(f"scoring the control: {name}")
             scores = _score(matrix, graph, topology, cfg, tasks)
-            unit = dot_score(torch.nn.functional.normalize(matrix.float(), dim=1))
-            scores["link"] = _score_links(unit, links) if links else None
+            scores["link"] = None
+            if links:
+                unit = torch.nn.functional.normalize(matrix.float(), dim=1)
+                scores["link"] = _score_links(dot_score(unit), links)
             result["controls"][name] = scores | about
         result["controls_best"] = best_controls(result["controls"], z.shape[1])
     result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": str(run.root)}
