@@ -86,7 +86,7 @@ def _adjacency(path: Path) -> tuple[Array, Array]:
 def load(data: DataConfig) -> RawGraph:
     """Rows of `allx`, then the test rows at the places `test.index` names.
 
-    Citeseer's test range has gaps (isolated papers): these get zero features and no label (-1), so that they are in no split.
+    Citeseer's test range has gaps (15 papers known only by links): these get zero features and no label (-1), so that they are in no split.
     """
     from scipy.sparse import csr_matrix, vstack
 
