@@ -364,15 +364,20 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    probe_lr_max: float = opt(0.01, "learning rate of the linear probe")
-    probe_lr_min: float = opt(0.01, "learning rate at the end of each cosine period of the probe")
-    probe_weight_decay: float = opt(0.0, "weight decay of the linear probe")
-    probe_epochs: int = opt(300, "epochs of the linear probe")
-    probe_batch: int = opt(20_000, "batch size of the linear probe")
+    probe: Literal["logistic", "epochs"] = opt(
+        "logistic",
+        "linear probe: L2-regularised logistic regression trained to convergence, its strength chosen on validation from one grid; "
+        "or Adam, its epoch chosen on validation (keys probe_*)",
+    )
+    probe_lr_max: float = opt(0.01, "learning rate of the probe `epochs`")
+    probe_lr_min: float = opt(0.01, "learning rate at the end of each cosine period of the probe `epochs`")
+    probe_weight_decay: float = opt(0.0, "weight decay of the probe `epochs`")
+    probe_epochs: int = opt(300, "epochs of the probe `epochs`")
+    probe_batch: int = opt(20_000, "batch size of the probe `epochs`")
     few_labels: list[int] = opt([], "also probe with this many labels per class, e.g. [2, 5, 18]")
     few_label_splits: int = opt(5, "split seeds of the few-label probe")
     kmeans_restarts: int = opt(10, "k-means restarts when clustering is scored")
-    controls: bool = opt(True, "score raw features, smoothed features and the untrained encoder beside the model")
+    controls: bool = opt(True, "score controls beside the model: raw features, smoothed ones, PageRank, principal components, the untrained encoder")
 
     def __post_init__(self) -> None:
         need(self.probe_lr_max > 0, "eval.probe_lr_max", "must be positive", self.probe_lr_max)
@@ -447,7 +452,7 @@ _NOT_TRAINED = {
     "model": ("routing_backend",),
     "sampler": ("loader_processes", "prefetch"),
     "cluster": ("labels_path",),
-    "eval": ("few_labels", "few_label_splits", "kmeans_restarts", "controls"),
+    "eval": ("probe", "few_labels", "few_label_splits", "kmeans_restarts", "controls"),
 }
 _NOT_SCIENCE = ("run", "resources")
 # Keys younger than the first fingerprints: at these values they leave a fingerprint as it was.

@@ -1,8 +1,8 @@
-"""The evaluate stage: our embedding beside raw features, smoothed features and the untrained encoder."""
+"""The evaluate stage: our embedding beside controls that need no training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from cimage_dist import artifacts, stages
 from cimage_dist.artifacts import RunDir
 from cimage_dist.config import Config, DataConfig, fingerprint, run_dir
 from cimage_dist.errors import UserError
-from cimage_dist.eval.controls import smooth_features
+from cimage_dist.eval.controls import STEPS, choose, pagerank_features, principal_components, smooth_features
 from cimage_dist.eval.links import dot_score, link_scores
 from cimage_dist.eval.score import score_embedding
 from cimage_dist.eval.validation import decoder_score
@@ -105,21 +105,63 @@ def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None
     result = _score(z, graph, topology, cfg, tasks)
     result |= {"link": _score_links(decoder_score(model, z), links)} if links else {"link": None, "link_reason": NO_HOLDOUT}
     if cfg.eval.controls:
-        x = graph.features()
-        smoothed = smooth_features(x, topology)
-        encoder = stages.untrained_model(cfg, graph).encoder
-        settle(encoder.norm, encoder.linear, x)
-        untrained = embed_graph(encoder, x, topology)
-        rows = {"raw": x, "smoothed": smoothed, "untrained": untrained}
         result["controls"] = {}
-        for name, matrix in rows.items():
+        for name, matrix, about in control_rows(cfg, graph, topology, z.shape[1], note):
             note(f"scoring the control: {name}")
             scores = _score(matrix, graph, topology, cfg, tasks)
-            scores["link"] = _score_links(dot_score(torch.nn.functional.normalize(matrix.float(), dim=1)), links) if links else None
-            result["controls"][name] = scores
+            scores["link"] = None
+            if links:
+                unit = torch.nn.functional.normalize(matrix.float(), dim=1)
+                scores["link"] = _score_links(dot_score(unit), links)
+            result["controls"][name] = scores | about
+        result["controls_best"] = best_controls(result["controls"], z.shape[1])
     result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": str(run.root)}
     artifacts.write_json(run.evaluation, result)
     return result
+
+
+def control_rows(
+    cfg: Config,
+    graph: Graph,
+    topology: Topology,
+    width: int,
+    note: Callable[[str], None],
+) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    """(name, matrix [N, ·], what was chosen for it) of every control; `width` is that of ours.
+
+    Hops and α are chosen on training and validation nodes, as `chosen_by` records.
+    """
+    x = graph.features()
+    split, _ = stages.node_split_or_reason(graph, cfg)
+    note("choosing hops and teleport of the controls")
+    choice = choose(x, topology, graph.labels(), split)
+    by = {"chosen_by": "pool" if choice.scores else "fixed"}
+    best = x
+    yield "raw", x, {"width": x.shape[1]}
+    matrix = smooth_features(x, topology, choice.hops)
+    best = matrix if choice.best == "smoothed" else best
+    yield "smoothed", matrix, {"width": x.shape[1], "hops": choice.hops, **by}
+    matrix = pagerank_features(x, topology, choice.alpha)
+    best = matrix if choice.best == "pagerank" else best
+    about = {"alpha": choice.alpha, "steps": STEPS, **by}
+    yield "pagerank", matrix, {"width": x.shape[1], **about}
+    del matrix
+    matrix = principal_components(best, width)
+    yield "pca", matrix, {"width": matrix.shape[1], "of": choice.best}
+    encoder = stages.untrained_model(cfg, graph).encoder
+    settle(encoder.norm, encoder.linear, x)
+    yield "untrained", embed_graph(encoder, x, topology), {"width": width}
+
+
+def best_controls(controls: dict[str, dict[str, Any]], width: int) -> dict[str, str | None]:
+    """{"any": the control of the highest pool score, "same_width": of those not wider than ours}.
+
+    Test scores play no part; None where there is no pool score.
+    """
+    known = {name: (c.get("node") or {}).get("pool") for name, c in controls.items()}
+    scores = {name: value for name, value in known.items() if value is not None}
+    narrow = {name: value for name, value in scores.items() if controls[name]["width"] <= width}
+    return {key: max(found, key=lambda name: found[name], default=None) for key, found in (("any", scores), ("same_width", narrow))}
 
 
 def _facts(cfg: Config, graph: Graph, links: LinkSplit | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from cimage_dist.config import Config, fingerprint, run_dir
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.embedding import PART_ROWS, Execute, Tick
 from cimage_dist.errors import UserError
-from cimage_dist.eval.validation import make_validator
+from cimage_dist.eval.validation import make_validator, why_unvalidated
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.splits import node_split
@@ -198,6 +198,8 @@ def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dic
     with summarised(cfg, graph) as outcome, LocalSink(outcome.run, cfg.run, progress=progress) as sink:
         if outcome.first_step:
             progress.note(f"resuming {outcome.run.root} from step {outcome.first_step}")
+        if reason := why_unvalidated(cfg, graph):
+            progress.note(reason)
         train(cfg, Comm(), sink, graph)
     return outcome.summary
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cimage_dist import artifacts, environment, keyed, stages
 from cimage_dist.bench.low_labels import low_label_scores
-from cimage_dist.bench.spec import Cell
+from cimage_dist.bench.spec import RULER, Cell
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.evaluation import evaluate_run
@@ -25,7 +25,8 @@ from cimage_dist.sweep.views import view_scores
 from cimage_dist.train.progress import Progress
 
 Train = Callable[[Config, Progress, Graph], dict[str, Any]]
-_KEPT = ("node", "cluster", "link", "graph", "fingerprint", "seed", "step", "edges")
+_KEPT = ("node", "cluster", "link", "controls_best", "graph", "fingerprint", "seed", "step", "edges")
+_KEPT_OF_CONTROLS = ("node", "cluster", "link", "width", "hops", "alpha", "of", "chosen_by")
 
 
 def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: Train = stages.pretrain) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
     summary = train(cfg, progress, graph)
     found = evaluate_run(cfg, graph=graph)
     result = {name: found.get(name) for name in _KEPT}
-    result["controls"] = {name: {part: scores.get(part) for part in ("node", "cluster", "link")} for name, scores in found.get("controls", {}).items()}
+    result["controls"] = {name: {part: scores[part] for part in _KEPT_OF_CONTROLS if part in scores} for name, scores in found.get("controls", {}).items()}
     if cell.extra == "views":
         result["views"] = view_scores(cfg, graph, read_test=True)
     if cell.extra == "low_labels":
@@ -55,6 +56,7 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
         "overrides": list(cell.overrides),
         "config_fingerprint": cell.config_fingerprint,
         "recipe": cell.recipe,
+        "ruler": RULER,
         "steps": summary["steps"],
         "seconds": round(summary["seconds"], 1),
         "peak_rss_gb": round(environment.peak_memory() / 1e9, 2),

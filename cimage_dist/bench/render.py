@@ -11,9 +11,21 @@ import numpy as np
 
 from cimage_dist.bench.cell import read_result
 from cimage_dist.bench.low_labels import RATIOS
-from cimage_dist.bench.spec import Cell, Table
+from cimage_dist.bench.spec import RULER, Cell, Table
 
-CONTROLS = {"raw": "raw features", "smoothed": "smoothed features", "untrained": "untrained encoder"}
+CONTROLS = {
+    "raw": "raw features",
+    "smoothed": "smoothed features",
+    "pagerank": "features after PageRank",
+    "pca": "principal components",
+    "untrained": "untrained encoder",
+}
+LOW_LABELS = {
+    "ours": "CIMAGE, linear probe",
+    "smoothed": "smoothed features, linear probe",
+    "pagerank": "features after PageRank, linear probe",
+    "gcn": "GCN, supervised",
+}
 
 
 def value_at(result: dict[str, Any], path: str) -> float | None:
@@ -86,7 +98,8 @@ def render_table(table: Table, results: Path) -> list[str]:
             cells = [
                 spread([value_at(r, f"controls.{control}.{path}") for r in results_of(table, results, d, first)]) for d in datasets for path in table.scores
             ]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            if set(cells) != {"-"}:
+                lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, "", *_comparisons(table, results), *_origin(table, results), ""]
 
 
@@ -134,8 +147,10 @@ def _low_labels(table: Table, results: Path) -> list[str]:
     lines = [f"| labelled nodes | {' | '.join(f'{p} %' for p in percents)} |", "|---|" + "---|" * len(percents)]
     for dataset in table.seeds:
         found = results_of(table, results, dataset, next(iter(table.rows)))
-        for key, name in (("ours", "CIMAGE, linear probe"), ("gcn", "GCN, supervised")):
-            lines.append(f"| {dataset}, {name} | {' | '.join(spread([value_at(r, f'low_labels.{p}.{key}') for r in found]) for p in percents)} |")
+        for key, name in LOW_LABELS.items():
+            cells = [spread([value_at(r, f"low_labels.{p}.{key}") for r in found]) for p in percents]
+            if set(cells) != {"-"} or key == "ours":
+                lines.append(f"| {dataset}, {name} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
@@ -143,9 +158,14 @@ def _origin(table: Table, results: Path) -> list[str]:
     """Where the numbers come from, and what is still missing."""
     cells = table.cells()
     there = [cell for cell in cells if cell.path(results).is_file()]
-    commits = sorted({str(read_result(cell.path(results))["commit"]) for cell in there})
+    found = [read_result(cell.path(results)) for cell in there]
+    commits = sorted({str(result["commit"]) for result in found})
+    earlier = sum(result.get("ruler", 1) != RULER for result in found)
+    old = f"; {earlier} of {len(found)} runs were scored by the earlier probe of 300 epochs" if earlier else ""
     missing = f"; {len(cells) - len(there)} of {len(cells)} runs are still to be made" if len(there) < len(cells) else ""
-    return [f"In brackets the number of seeds. Files: `benchmarks/results/{Path(table.config).parent.name}/`; commits {', '.join(commits) or 'none'}{missing}."]
+    return [
+        f"In brackets the number of seeds. Files: `benchmarks/results/{Path(table.config).parent.name}/`; commits {', '.join(commits) or 'none'}{missing}{old}."
+    ]
 
 
 def outdated(cell: Cell, results: Path) -> bool:
@@ -154,4 +174,4 @@ def outdated(cell: Cell, results: Path) -> bool:
     if not path.is_file():
         return False
     found = read_result(path)
-    return (found["config_fingerprint"], found.get("recipe", 1)) != (cell.config_fingerprint, cell.recipe)
+    return (found["config_fingerprint"], found.get("recipe", 1), found.get("ruler", 1)) != (cell.config_fingerprint, cell.recipe, RULER)

@@ -54,7 +54,7 @@ def do_bench(args: argparse.Namespace) -> Any:
             for name, found in state.items():
                 print(f"{name:24s} {found['runs'] - found['missing']:4d} of {found['runs']:4d} runs   {found['title']}")
             for name in old:
-                print(f"made with other settings than the config has now: {args.results / name}")
+                print(f"made with other settings, or scored in another way, than now: {args.results / name}")
         return {"tables": state, "outdated": old}
     failed = []
     if cells and not args.render:
@@ -78,7 +78,7 @@ def do_bench(args: argparse.Namespace) -> Any:
     if args.document.is_file():
         render_document(args.document, every or tables, args.results)
     for name in old:
-        progress_of(args).note(f"made with other settings than the config has now: {args.results / name}; remove it to make it again")
+        progress_of(args).note(f"made with other settings, or scored in another way, than now: {args.results / name}; remove it to make it again")
     if not args.json:
         print(f"{len(cells) - len(failed) if not args.render else 0} runs made, {len(failed)} failed; tables: {args.document}")
     for cell, said in failed:

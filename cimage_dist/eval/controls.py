@@ -1,30 +1,141 @@
-"""What an embedding must beat: features smoothed over the graph, without any training."""
+"""What an embedding must beat: node features smoothed over the graph, without any training.
+
+Shapes: N nodes, F feature columns. Â = D^-1/2 (A + I) D^-1/2 with D the degrees of A + I.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist.types import Topology
+from cimage_dist.eval.logistic import unit_rows
+from cimage_dist.eval.pool import PoolScore, make_pool, pool_score, score_rows
+from cimage_dist.types import NodeSplit, Topology
 
-_COLUMNS = 64
+HOPS = (1, 2, 3, 4, 6, 8)
+ALPHAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
+STEPS = 10
+FIXED_HOPS, FIXED_ALPHA = 2, 0.2  # where no labels can choose
+_COLUMNS = 256
+_MOST_CANDIDATES = 1 << 28  # entries of all candidates together: 1 GiB
+_MOST_EXACT_PCA = 2048  # columns up to which the F × F covariance is decomposed
+
+
+def hop_weights(hops: int) -> list[float]:
+    """Weights of Â^0, Â^1, ... in Â^hops."""
+    return [0.0] * hops + [1.0]
+
+
+def pagerank_weights(alpha: float, steps: int = STEPS) -> list[float]:
+    """Weights of Â^0, Â^1, ... in h_steps of h ← (1-α) Â h + α x, h_0 = x:
+
+    h_T = α Σ_{s<T} (1-α)^s Â^s x + (1-α)^T Â^T x.
+    """
+    return [alpha * (1 - alpha) ** s for s in range(steps)] + [(1 - alpha) ** steps]
 
 
 @torch.no_grad()
-def smooth_features(x: Tensor, topology: Topology, hops: int = 2) -> Tensor:
-    """S^hops x with S = D^-1/2 (A + I) D^-1/2, D the degrees of A + I; float32 [N, F].
+def propagate(
+    x: Tensor,
+    topology: Topology,
+    weights: Sequence[Sequence[float]],
+    nodes: Tensor | None = None,
+) -> Tensor:
+    """Σ_s weights[j][s] Â^s x for every j, float32 [J, n, F]; of `nodes` int64 [n] only, else all.
 
-    Works on 64 feature columns at a time, so beside the result only N×64 values are held. An isolated node keeps its features.
+    The powers are computed once for all j, on 256 feature columns at a time, so beside the result
+    only a few N × 256 values are held. An isolated node keeps its features.
     """
+    count = x.shape[0] if nodes is None else nodes.numel()
+    out = torch.zeros(len(weights), count, x.shape[1], dtype=torch.float32, device=x.device)
     scale = (topology.degrees() + 1).to(torch.float32).rsqrt()[:, None]
     indices, offsets = topology.indices, topology.indptr[:-1].to(topology.indices.dtype)
-    smoothed = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    last = max(len(row) for row in weights)
     for begin in range(0, x.shape[1], _COLUMNS):
-        columns = x[:, begin : begin + _COLUMNS].float()
-        for _ in range(hops):
-            scaled = columns * scale
-            # A bag per row of the adjacency sums its neighbours without gathering E×64 values.
-            columns = (F.embedding_bag(indices, scaled, offsets, mode="sum") + scaled) * scale
-        smoothed[:, begin : begin + _COLUMNS] = columns
-    return smoothed
+        columns = slice(begin, begin + _COLUMNS)
+        power = x[:, columns].float()
+        for s in range(last):
+            if s:
+                scaled = power * scale
+                # A bag per row of the adjacency sums neighbours without gathering E × 256 values.
+                power = (F.embedding_bag(indices, scaled, offsets, mode="sum") + scaled) * scale
+            part = power if nodes is None else power[nodes]
+            for j, row in enumerate(weights):
+                if s < len(row) and row[s]:
+                    out[j, :, columns].add_(part, alpha=row[s])
+    return out
+
+
+def smooth_features(x: Tensor, topology: Topology, hops: int = FIXED_HOPS) -> Tensor:
+    """Â^hops x, float32 [N, F]."""
+    return propagate(x, topology, [hop_weights(hops)])[0]
+
+
+def pagerank_features(x: Tensor, topology: Topology, alpha: float = FIXED_ALPHA) -> Tensor:
+    """h after ten steps of h ← (1-α) Â h + α x, float32 [N, F]."""
+    return propagate(x, topology, [pagerank_weights(alpha)])[0]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hops and α; `scores` of the candidates at their best, empty where nothing could choose."""
+
+    hops: int
+    alpha: float
+    scores: dict[str, PoolScore]
+
+    @property
+    def best(self) -> str:
+        """raw, smoothed or pagerank, by score; pagerank where there is none."""
+        return max(self.scores, key=lambda name: self.scores[name].mean, default="pagerank")
+
+
+def choose(x: Tensor, topology: Topology, y: Tensor | None, split: NodeSplit | None) -> Choice:
+    """Hops out of HOPS and α out of ALPHAS by the score over the draws; fixed ones without labels.
+
+    All features count. Where the candidates' rows would need more than 1 GiB, the choice is made on
+    a keyed part of the pooled nodes. Of equal scores the first is taken. No test label is read.
+    """
+    candidates = len(HOPS) + len(ALPHAS)
+    most = min(50_000, max(1000, _MOST_CANDIDATES // (candidates * x.shape[1])))
+    pool = None if y is None or split is None else make_pool(y, split, most)
+    if pool is None:
+        return Choice(FIXED_HOPS, FIXED_ALPHA, {})
+    weights = [hop_weights(k) for k in HOPS] + [pagerank_weights(a) for a in ALPHAS]
+    rows = propagate(x, topology, weights, pool.nodes)
+    scores = [score_rows(unit_rows(candidate), pool) for candidate in rows]
+    hop = _first_best(scores[: len(HOPS)])
+    alpha = _first_best(scores[len(HOPS) :])
+    found = {
+        "raw": pool_score(x, pool),
+        "smoothed": scores[hop],
+        "pagerank": scores[len(HOPS) + alpha],
+    }
+    return Choice(HOPS[hop], ALPHAS[alpha], found)
+
+
+def _first_best(scores: Sequence[PoolScore]) -> int:
+    return max(range(len(scores)), key=lambda at: (scores[at].mean, -at))
+
+
+@torch.no_grad()
+def principal_components(x: Tensor, width: int) -> Tensor:
+    """(x̂ − mean) V, float32 [N, min(width, N, F)]: x̂ unit rows, V their principal directions.
+
+    Up to 2,048 columns from the covariance, else by a randomised SVD with a fixed seed.
+    """
+    rows = F.normalize(x.float(), dim=1, eps=1e-12)
+    width = min(width, *rows.shape)
+    rows -= rows.mean(0)
+    if rows.shape[1] <= _MOST_EXACT_PCA:
+        covariance = sum((p.T @ p for p in rows.double().split(65_536)), torch.tensor(0.0))
+        directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :width]
+        return rows @ directions.float()
+    from sklearn.utils.extmath import randomized_svd
+
+    left, values, _ = randomized_svd(rows.numpy(), width, n_iter=2, random_state=0)
+    return torch.from_numpy(left * values)

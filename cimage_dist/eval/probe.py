@@ -1,10 +1,11 @@
-"""Linear probe on frozen embeddings (§14). Shapes: N nodes, D embedding width, M classes."""
+"""Linear probe on frozen embeddings (§14). Shapes: N nodes, F embedding width, M classes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,53 +13,168 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
+from cimage_dist.eval.logistic import Path, Rows, logistic_path, unit_rows
 from cimage_dist.types import NodeSplit
 
 _T_0, _T_MULT = 50, 2  # cosine restarts of §14
 _PREDICT_ROWS = 65_536
+_FOLDS = 5
+_FIXED = 1.0  # strength where neither validation nodes nor folds can choose one
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Accuracies in percent, None where the mask holds no labelled node (or the test labels were not to be read).
+    """Accuracies in percent, None where the mask has no labelled node or test labels were not read.
 
-    `epoch` counts from 1; `pred` is the predicted class of every node, int64 [N], None when the test labels were not to be read.
+    `epoch` (from 1) is the choice of eval.probe=epochs, `strength` (C) that of eval.probe=logistic;
+    the other is None. `pred` int64 [N]: the predicted class of every node, None unless test labels
+    were read.
     """
 
     val: float | None
     test: float | None
-    epoch: int
+    epoch: int | None
     pred: Tensor | None
+    strength: float | None = None
 
 
-def linear_probe(z: Tensor, y: Tensor, split: NodeSplit, cfg: EvalConfig, seed: int, num_classes: int | None = None, read_test: bool = True) -> ProbeResult:
-    """Softmax regression on row-normalised embeddings; test accuracy at the first best validation epoch (§14).
+def linear_probe(
+    z: Tensor | Rows,
+    y: Tensor,
+    split: NodeSplit,
+    cfg: EvalConfig,
+    seed: int,
+    num_classes: int | None = None,
+    read_test: bool = True,
+) -> ProbeResult:
+    """Softmax regression on unit rows: logits = W z/max(‖z‖, 1e-12) + b.
 
-    logits = W z/max(‖z‖, 1e-12) + b, W Xavier-uniform, b = 0; Adam with cosine warm restarts between the two learning rates.
-    Without validation nodes the last epoch counts. With `read_test=False` no test label is looked at, not even for the class count,
-    so the validation score may steer pre-training. z [N, D] of any float type, y int64 [N] with -1 for unknown.
-    The outcome is a function of the arguments; the global random state is neither read nor changed.
+    eval.probe=logistic: the optimum with L2 penalty for every strength C of one grid
+    (`logistic.STRENGTHS`); C is that of the highest validation accuracy, ties by the lower
+    validation cross-entropy. Without validation nodes: the same by keyed stratified
+    cross-validation inside the training nodes (`_by_folds`), C = 1 where no class has two nodes.
+    eval.probe=epochs: Adam with cosine restarts; the first best validation epoch, the last one
+    without validation nodes.
+
+    z [N, F] of any float type, dense or sparse; y int64 [N] with -1 for unknown. With
+    `read_test=False` no test label is read, not even for the class count, so the validation score
+    may steer pre-training. The outcome is a function of the arguments; the global random state is
+    neither read nor changed.
     """
     _check(z, y, split)
-    z, y = z.detach(), y.to(z.device)
+    if isinstance(z, Tensor):
+        z = z.detach()
+    train, val = _labelled(split.train, y), _labelled(split.val, y)
+    if train.numel() == 0:
+        raise UserError(f"linear probe: none of the {int(split.train.sum())} training nodes has a label. Give a split whose training nodes are labelled.")
+    if num_classes is None:
+        num_classes = 1 + max(int(y[ids].max()) for ids in (train, val) if ids.numel())
+    if cfg.probe == "logistic":
+        result, weight, bias = _logistic(z, y, train, val, num_classes, seed)
+    else:
+        result, weight, bias = _epochs(z, y, train, val, num_classes, cfg, seed)
+    if not read_test:
+        return result
+    pred = _predict(z, weight, bias)
+    test = _labelled(split.test, y)
+    hits = int((pred[test.to(pred.device)] == y[test].to(pred.device)).sum())
+    test_acc = 100.0 * hits / test.numel() if test.numel() else None
+    return ProbeResult(result.val, test_acc, result.epoch, pred, result.strength)
+
+
+def _predict(z: Tensor | Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """argmax of W z/‖z‖ + b, int64 [N]; the length of a row only scales its bias."""
+    parts = []
+    for begin in range(0, z.shape[0], _PREDICT_ROWS):
+        ids = torch.arange(begin, min(begin + _PREDICT_ROWS, z.shape[0]))
+        if isinstance(z, Tensor) and z.layout == torch.strided:
+            rows = F.normalize(z[begin : begin + _PREDICT_ROWS].float(), dim=1, eps=1e-12)
+            parts.append(F.linear(rows, weight.to(z.device), bias.to(z.device)).argmax(1))
+        else:
+            logits = unit_rows(z, ids) @ weight.numpy().T + bias.numpy()
+            parts.append(torch.from_numpy(logits.argmax(1)))
+    return torch.cat(parts)
+
+
+def _logistic(
+    z: Tensor | Rows,
+    y: Tensor,
+    train: Tensor,
+    val: Tensor,
+    num_classes: int,
+    seed: int,
+) -> tuple[ProbeResult, Tensor, Tensor]:
+    """(validation score, W [M, F], b [M])."""
+    x, labels = unit_rows(z, train), y[train].cpu().numpy()
+    path = logistic_path(x, labels, num_classes)
+    accuracy = None
+    if val.numel():
+        hits, loss = path.scores(unit_rows(z, val), y[val].cpu().numpy())
+        best = _choose(hits, loss)
+        accuracy = 100.0 * int(hits[best]) / val.numel()
+    else:
+        best = _by_folds(x, labels, train.cpu(), num_classes, path, seed)
+    weight, bias = torch.from_numpy(path.weight[best]), torch.from_numpy(path.bias[best])
+    return ProbeResult(accuracy, None, None, None, path.strengths[best]), weight, bias
+
+
+def _choose(hits: np.ndarray, loss: np.ndarray) -> int:
+    """Most hits, then lowest cross-entropy, then the smallest C."""
+    return min(range(len(hits)), key=lambda at: (-int(hits[at]), float(loss[at]), at))
+
+
+def _by_folds(
+    x: Rows,
+    y: np.ndarray,
+    gids: Tensor,
+    num_classes: int,
+    path: Path,
+    seed: int,
+) -> int:
+    """Position of the chosen C: hits and cross-entropy summed over the folds of the training nodes.
+
+    The nodes of a class, in keyed order, go to the folds in turn; there are as many folds as the
+    largest class has nodes, at most five. The only node of a class is never held out.
+    """
+    counts = np.bincount(y, minlength=num_classes)
+    folds = min(_FOLDS, int(counts.max()))
+    if folds < 2:
+        return path.strengths.index(_FIXED)
+    order = keyed.bits(keyed.stream(seed, "probe", 2_000_000), gids).argsort().numpy()
+    by_class = order[y[order].argsort(kind="stable")]
+    rank = np.empty(len(y), dtype=np.int64)
+    rank[by_class] = np.arange(len(y)) - (counts.cumsum() - counts)[y[by_class]]
+    fold = np.where(counts[y] > 1, rank % folds, -1)
+    hits, loss = np.zeros(len(path.strengths), dtype=np.int64), np.zeros(len(path.strengths))
+    for held in range(folds):
+        out = fold == held
+        fitted = logistic_path(x[~out], y[~out], num_classes, path.strengths)
+        more_hits, more_loss = fitted.scores(x[out], y[out])
+        hits, loss = hits + more_hits, loss + more_loss
+    return _choose(hits, loss)
+
+
+def _epochs(
+    z: Tensor | Rows,
+    y: Tensor,
+    train: Tensor,
+    val: Tensor,
+    num_classes: int,
+    cfg: EvalConfig,
+    seed: int,
+) -> tuple[ProbeResult, Tensor, Tensor]:
+    """(validation score, W [M, F], b [M])."""
+    if not isinstance(z, Tensor):
+        z = torch.from_numpy(z.toarray() if hasattr(z, "toarray") else z)
+    if z.layout != torch.strided:
+        z = z.to_dense()
+    y = y.to(z.device)
     # A caller may be inside no_grad or inference_mode, as embeddings usually come from there.
     with torch.inference_mode(False), torch.enable_grad():
-        train, val = _labelled(split.train, y), _labelled(split.val, y)
-        if train.numel() == 0:
-            raise UserError(f"linear probe: none of the {int(split.train.sum())} training nodes has a label. Give a split whose training nodes are labelled.")
-        x_train, y_train, x_val, y_val = _rows(z, train), y[train], _rows(z, val), y[val]
-        if num_classes is None:
-            num_classes = 1 + max(int(t.max()) for t in (y_train, y_val) if t.numel())
-        epoch, hits, weight, bias = _fit(x_train, y_train, x_val, y_val, num_classes, cfg, seed)
-    val_acc = 100.0 * hits / val.numel() if val.numel() else None
-    if not read_test:
-        return ProbeResult(val_acc, None, epoch, None)
-    with torch.no_grad():
-        parts = [F.linear(F.normalize(chunk.float(), dim=1, eps=1e-12), weight, bias).argmax(1) for chunk in z.split(_PREDICT_ROWS)]
-    pred = torch.cat(parts)
-    test = _labelled(split.test, y)
-    test_acc = 100.0 * int((pred[test] == y[test]).sum()) / test.numel() if test.numel() else None
-    return ProbeResult(val_acc, test_acc, epoch, pred)
+        rows = [(_rows(z, ids), y[ids]) for ids in (train, val)]
+        epoch, hits, weight, bias = _fit(*rows[0], *rows[1], num_classes, cfg, seed)
+    accuracy = 100.0 * hits / val.numel() if val.numel() else None
+    return ProbeResult(accuracy, None, epoch, None), weight, bias
 
 
 def _fit(x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, num_classes: int, cfg: EvalConfig, seed: int) -> tuple[int, int, Tensor, Tensor]:
@@ -100,13 +216,18 @@ def _labelled(mask: Tensor, y: Tensor) -> Tensor:
 
 
 def _rows(z: Tensor, gids: Tensor) -> Tensor:
-    return F.normalize(z[gids].float(), dim=1, eps=1e-12)
+    return F.normalize(z[gids.to(z.device)].float(), dim=1, eps=1e-12)
 
 
-def _check(z: Tensor, y: Tensor, split: NodeSplit) -> None:
-    if z.dim() != 2:
+def _check(z: Tensor | Rows, y: Tensor, split: NodeSplit) -> None:
+    if len(z.shape) != 2:
         raise UserError(f"linear probe: embeddings must be a matrix [nodes, width]; got shape {list(z.shape)}.")
-    sizes = {"labels": y, "training mask": split.train, "validation mask": split.val, "test mask": split.test}
+    sizes = {
+        "labels": y,
+        "training mask": split.train,
+        "validation mask": split.val,
+        "test mask": split.test,
+    }
     for name, entries in sizes.items():
         if entries.numel() != z.shape[0]:
             raise UserError(f"linear probe: {name}: {entries.numel()} entries for {z.shape[0]} embedding rows. Row i must belong to node i in both.")

@@ -14,7 +14,7 @@ from cimage_dist.errors import UserError
 
 OURS = "CIMAGE"
 SCORES = {
-    "node": {"val": "node probe, val", "test": "node probe, test"},
+    "node": {"pool": "node probe, draws of train + val", "val": "node probe, val", "test": "node probe, test"},
     "cluster": {"acc": "clustering ACC", "nmi": "clustering NMI"},
     "link": {"auc": "link AUC", "ap": "link AP"},
 }
@@ -30,9 +30,41 @@ def score_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for group, keys in SCORES.items():
         for key, label in keys.items():
             values = [(scores.get(group) or {}).get(key) for scores in methods.values()]
+            errors = [(scores.get(group) or {}).get(f"{key}_se") for scores in methods.values()]
             if any(value is not None for value in values):
-                rows.append([label, *["-" if value is None else f"{value:.2f}" for value in values]])
+                rows.append([label, *[_cell(value, error) for value, error in zip(values, errors, strict=True)]])
     return ["", *methods], rows
+
+
+def _cell(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"
+
+
+def about_controls(controls: dict[str, dict[str, Any]]) -> str:
+    """What every control is, and what was chosen for it."""
+    smoothed, pagerank, pca = (controls.get(name) or {} for name in ("smoothed", "pagerank", "pca"))
+    said = {
+        "raw": "node features",
+        "smoothed": f"features averaged over {smoothed.get('hops', 2)} hops",
+        "pagerank": f"{pagerank.get('steps')} steps of h = (1-a)·A·h + a·x with a = {pagerank.get('alpha')}",
+        "pca": f"{pca.get('width')} principal components of {pca.get('of')}",
+        "untrained": "our encoder before training",
+    }
+    return "; ".join(f"{name}: {text}" for name, text in said.items() if name in controls)
+
+
+def _choice_notes(result: dict[str, Any]) -> list[str]:
+    """How hops and a were chosen, and which control is the best by validation."""
+    by = (result["controls"].get("pagerank") or {}).get("chosen_by")
+    how = {"pool": "hops and a: chosen on the draws of train + val, each control for itself", "fixed": "hops and a: fixed, as no labels can choose"}
+    notes = [how[by]] if by in how else []
+    best = result.get("controls_best") or {}
+    if best.get("any"):
+        narrow = f", of our width or less {best['same_width']}" if best.get("same_width") else ""
+        notes.append(f"best control by the draws of train + val: {best['any']}{narrow}")
+    return notes
 
 
 def footnotes(result: dict[str, Any]) -> list[str]:
@@ -42,7 +74,10 @@ def footnotes(result: dict[str, Any]) -> list[str]:
     elif result.get("controls"):
         notes.append("link scores: ours by the trained edge decoder, controls by the cosine of the two rows")
     if result.get("controls"):
-        notes.append("raw: node features; smoothed: features averaged over two hops; untrained: our encoder before training")
+        notes.append(about_controls(result["controls"]))
+        notes += _choice_notes(result)
+    if (result.get("node") or {}).get("pool") is not None:
+        notes.append("draws of train + val: fitted on a draw, scored on the other labelled training and validation nodes; mean ± standard error of 10 draws")
     if result.get("node") is None:
         notes.append(f"no node scores: {result.get('node_reason', 'not asked for')}")
     few = result.get("few_labels") or {}

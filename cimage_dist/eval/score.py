@@ -11,6 +11,7 @@ from torch import Tensor
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
 from cimage_dist.eval.clustering import score_clustering
+from cimage_dist.eval.pool import make_pool, pool_score
 from cimage_dist.eval.probe import linear_probe
 from cimage_dist.types import NodeSplit, Topology
 
@@ -64,7 +65,9 @@ def _node_scores(z: Tensor, y: Tensor | None, split: NodeSplit | None, cfg: Eval
     if not bool((y[split.train.to(y.device)] >= 0).any()):
         return {"node": None, "node_reason": "no training node has a label"}
     result = linear_probe(z, y, split, cfg, seed, num_classes=1 + int(y.max()))
-    return {"node": {"val": result.val, "test": result.test}}
+    pool = make_pool(y, split)
+    pooled = pool_score(z, pool).as_dict() if pool else {"pool": None, "pool_se": None}
+    return {"node": {"val": result.val, "test": result.test, **pooled, "strength": result.strength}}
 
 
 def _few_label_scores(z: Tensor, y: Tensor, cfg: EvalConfig, seed: int, few_split: FewSplit | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import dot_score, link_scores
-from cimage_dist.eval.probe import linear_probe
+from cimage_dist.eval.pool import make_pool, pool_score
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.features import compact
@@ -32,10 +32,19 @@ def decoder_score(model: CimageModel, z: Tensor) -> Callable[[Tensor], Tensor]:
     return score
 
 
+def why_unvalidated(cfg: Config, graph: Graph) -> str | None:
+    """One line where a graph has nothing to validate on: neither labels nor held-out edges."""
+    labels = graph.labels()
+    if cfg.data.holdout_edges != "none" or (labels is not None and bool((labels >= 0).any())):
+        return None
+    return f"graph {graph.name} has no labels and no held-out edges: no validation score, the last step is the result"
+
+
 def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSplit | None) -> Callable[[CimageModel], dict[str, float]] | None:
     """A function model -> {"score": ..., ...} in percent, or None when validation is off.
 
-    By link AUC when edges were held out (or train.validate_by=link), else by the linear probe's validation accuracy.
+    By link AUC when edges were held out (or train.validate_by=link), else by accuracy over the draws
+    from training and validation nodes (`eval/pool.py`).
     """
     if cfg.train.validate_every == 0:
         return None
@@ -58,15 +67,15 @@ def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSpl
         raise UserError(
             f"Graph {graph.name!r} has no labels to validate on. Set train.validate_every=0 and train.select=last, or hold out edges with data.holdout_edges=link."
         )
-    split = node_split(graph, cfg.data, cfg.run.seed)
+    pool = make_pool(labels, node_split(graph, cfg.data, cfg.run.seed))
+    if pool is None:
+        raise UserError(
+            f"The node split of graph {graph.name!r} has too few labelled training and validation nodes to validate on "
+            "(at least two of one class). Set train.validate_every=0 and train.select=last, or another data.split."
+        )
 
     def validate_nodes(model: CimageModel) -> dict[str, float]:
-        z = embed_graph(model.encoder, x, topology)
-        result = linear_probe(z, labels, split, cfg.eval, cfg.run.seed, graph.num_classes, read_test=False)
-        if result.val is None:
-            raise UserError(
-                f"The node split of graph {graph.name!r} has no labelled validation nodes. Set train.validate_every=0 and train.select=last, or another data.split."
-            )
-        return {"score": result.val, "node_acc": result.val}
+        found = pool_score(embed_graph(model.encoder, x, topology), pool)
+        return {"score": found.mean, "node_pool": found.mean, "node_pool_se": found.error}
 
     return validate_nodes

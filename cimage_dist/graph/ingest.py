@@ -96,6 +96,8 @@ def _options(data: DataConfig) -> dict[str, Any]:
         "feature_dtype": data.feature_dtype,
         "normalize": "none" if data.features != "given" else source.normalize if data.normalize == "source" else data.normalize,
     }
+    if source.revision:
+        options["revision"] = source.revision
     if data.path:
         options["path"] = str(Path(data.path).resolve())
         options["files"] = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in own.find_files(Path(data.path)).values()]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cimage_dist.bench.low_labels import RATIOS
-from cimage_dist.bench.render import CONTROLS, published_at, results_of, spread, value_at
+from cimage_dist.bench.render import CONTROLS, LOW_LABELS, published_at, results_of, spread, value_at
 from cimage_dist.bench.spec import Table
 from cimage_dist.bench.verdict import HOW_TO_READ, verdict
 from cimage_dist.report.charts import Chart, dots, lines
@@ -50,10 +50,12 @@ def _low_labels(table: Table, results: Path, dataset: str) -> Chart | None:
     if not found:
         return None
     series: dict[str, list[tuple[float, float | None]]] = {}
-    for key, name in (("ours", "CIMAGE, linear probe"), ("gcn", "GCN, supervised")):
+    for key, name in LOW_LABELS.items():
         means = [[value_at(result, f"low_labels.{100 * ratio:g}.{key}") for result in found] for ratio in RATIOS]
         known = [(100 * ratio, [v for v in values if v is not None]) for ratio, values in zip(RATIOS, means, strict=True)]
-        series[name] = [(percent, sum(values) / len(values)) for percent, values in known if values]
+        points: list[tuple[float, float | None]] = [(percent, sum(values) / len(values)) for percent, values in known if values]
+        if points:
+            series[name] = points
     return lines(f"{table.title}: {dataset}", f"Mean over {len(found)} seeds.", "percent of the nodes labelled", "test accuracy", series)
 
 

@@ -97,7 +97,7 @@ def map_chart(
     return scatter("Map of the embedding", note, views, colours, texts)
 
 
-def mistake_charts(z: Tensor, graph: Graph, topology: Topology, split: NodeSplit, cfg: Config) -> list[Chart]:
+def mistake_charts(z: Tensor, graph: Graph, topology: Topology, split: NodeSplit, cfg: Config, hops: int) -> list[Chart]:
     """Confusion on validation nodes, and accuracy by degree beside smoothed features. The probe is fitted on training nodes."""
     y = graph.labels()
     assert y is not None
@@ -106,7 +106,7 @@ def mistake_charts(z: Tensor, graph: Graph, topology: Topology, split: NodeSplit
     if nodes.numel() == 0:
         return []
     ours = linear_probe(z, y, blind, cfg.eval, cfg.run.seed, num_classes=graph.num_classes).pred
-    smoothed = linear_probe(smooth_features(graph.features(), topology), y, blind, cfg.eval, cfg.run.seed, num_classes=graph.num_classes).pred
+    smoothed = linear_probe(smooth_features(graph.features(), topology, hops), y, blind, cfg.eval, cfg.run.seed, num_classes=graph.num_classes).pred
     assert ours is not None and smoothed is not None
     charts = []
     if graph.num_classes <= _MOST_CLASSES:

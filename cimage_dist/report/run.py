@@ -16,6 +16,7 @@ from cimage_dist.artifacts import RunDir
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
+from cimage_dist.eval.controls import FIXED_HOPS
 from cimage_dist.eval.report import changed_settings, footnotes, read_metrics, score_table
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
@@ -105,7 +106,8 @@ def verdict(scores: dict[str, Any] | None, records: list[dict[str, Any]], depend
             known = {name: value for name, value in others.items() if value is not None}
             if ours is None or not known:
                 continue
-            best = max(known, key=lambda name: known[name])
+            chosen = (scores.get("controls_best") or {}).get("any") if group == "node" else None
+            best = chosen if chosen in known else max(known, key=lambda name: known[name])
             gap = ours - known[best]
             word = "above" if gap > 0 else "BELOW"
             said.append(f"{what} {ours:.2f} %: {abs(gap):.2f} points {word} the best control ({best}, {known[best]:.2f} %).")
@@ -209,5 +211,6 @@ def _embedding_charts(run: _Run, graph: Graph, topology: Any, kept: dict[str, Te
         )
     ]
     if whole is not None and split is not None and y is not None and bool((y[split.train] >= 0).any()):
-        charts += insight.mistake_charts(whole, graph, topology, split, cfg)
+        hops = (((run.scores or {}).get("controls") or {}).get("smoothed") or {}).get("hops", FIXED_HOPS)
+        charts += insight.mistake_charts(whole, graph, topology, split, cfg, hops)
     return charts

@@ -30,6 +30,7 @@ from cimage_dist.config import Config, run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 from cimage_dist.eval.report import read_metrics
+from cimage_dist.eval.validation import why_unvalidated
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.runtime.ray_session import start_ray, uses_gpu
 from cimage_dist.runtime.storage_check import check_storage
@@ -217,13 +218,16 @@ class Follower(threading.Thread):
 def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
     """Train on resources.num_workers Ray workers and return the summary, as `stages.pretrain` does for one process."""
     cfg = absolute(cfg)
-    with stages.summarised(cfg, open_graph(cfg.data)) as outcome:
+    graph = open_graph(cfg.data)
+    with stages.summarised(cfg, graph) as outcome:
         start_ray(cfg)
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             check_storage(outcome.run.root)
         res = cfg.resources
         workers = f"{res.min_workers} to {res.num_workers}" if 0 < res.min_workers < res.num_workers else str(res.num_workers)
         progress.note(f"training on {workers} Ray workers into {outcome.run.root}")
+        if reason := why_unvalidated(cfg, graph):
+            progress.note(reason)
         follower = Follower(outcome.run, progress)
         follower.start()
         try:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from scipy.stats import t
+from scipy.stats import t, ttest_1samp
 
 from cimage_dist.bench.render import Paired
 from cimage_dist.bench.spec import Table
-from cimage_dist.bench.verdict import Comparison, stands_out, verdict
+from cimage_dist.bench.verdict import HOW_TO_READ, MARGIN, Comparison, equal, equivalence, stands_out, verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,20 +54,28 @@ def test_published_numbers_and_the_best_control(tmp_path):
     assert verdict([ours], tmp_path / "nowhere") == []
 
 
+def test_the_best_control_is_chosen_by_its_pool_score(tmp_path):
+    ours = table(controls=True, published={"ours": {"cora": [84.0, 50.0]}})
+    controls = {"smoothed": {"node": {"test": 82.0, "pool": 70.0}}, "pagerank": {"node": {"test": 81.0, "pool": 75.0}}}
+    fill(ours, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0]}, controls=controls)
+    assert verdict([ours], tmp_path)[1].endswith("(features after PageRank).")
+
+
 def test_rows_against_one(tmp_path):
     rows = table(("ours", "same", "worse"), against="ours")
     fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "same": [81.0, 81.5, 81.5, 82.0], "worse": [70.0, 72.1, 71.0, 73.1]})
     (said,) = verdict([rows], tmp_path)
-    assert said.startswith("T: 1 of 2 differences stand out; ours minus same: cora +0.00 [") and said.endswith(
-        "]; ours minus worse: cora +9.95 [+9.86, +10.04]."
-    )
+    assert said.startswith("T: 2 comparisons: 1 differs, 1 undecided; ours minus same: cora +0.00 [")
+    assert "] undecided; " in said and said.endswith("]; ours minus worse: cora +9.95 [+9.86, +10.04] differs.".replace("]; ", "", 1))
     (said,) = verdict([table(("ours", "same"), against="ours")], tmp_path)
-    assert said.startswith("T: None of 1 differences stands out; ours minus same: cora ")
+    assert said.startswith("T: 1 comparison: 1 undecided; ours minus same: cora ")
     many = [f"row {at}" for at in range(9)]
     wide = table(("ours", "worse", *many), against="ours")
     noise = {name: [80.0 + at % 3, 81.0, 82.0, 83.0 - at % 2] for at, name in enumerate(many)}
     fill(wide, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1]} | noise)
-    assert verdict([wide], tmp_path) == ["T: 1 of 10 differences stand out; ours minus worse: cora +9.95 [+9.86, +10.04]."], "of many only those that stand out"
+    assert verdict([wide], tmp_path) == ["T: 10 comparisons: 1 differs, 9 undecided; ours minus worse: cora +9.95 [+9.86, +10.04] differs."], (
+        "of many only those that differ"
+    )
 
 
 def test_holm_is_stricter_than_the_level_and_milder_than_bonferroni():
@@ -74,6 +83,27 @@ def test_holm_is_stricter_than_the_level_and_milder_than_bonferroni():
     assert stands_out(comparisons) == [True, False, False, False, False], "0.011 < 0.05 / 4, then 0.02 > 0.05 / 3"
     comparisons[3] = Comparison("cora", "3", Paired(5, 1.0, 1.0, 0.016))
     assert stands_out(comparisons) == [True, False, False, True, False], "0.016 < 0.05 / 3 but not 0.05 / 4"
+
+
+def test_rows_equal_within_the_margin(tmp_path):
+    rows = table(("ours", "close"), against="ours")
+    fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "close": [80.1, 81.9, 81.1, 82.9]})
+    (said,) = verdict([rows], tmp_path)
+    assert said.startswith("T: 1 comparison: 1 equal within 0.5 (TOST p<0.05); ours minus close: cora ")
+    assert said.endswith("] equal within 0.5 (TOST p<0.05).")
+    assert "TOST" in HOW_TO_READ and "public split" in HOW_TO_READ
+
+
+def test_tost_is_the_larger_of_two_one_sided_tests():
+    gap = np.array([0.1, -0.2, 0.3, 0.15, 0.05])
+    found = Paired(5, float(gap.mean()), float(gap.std(ddof=1) / 5**0.5), 0.5)
+    above = ttest_1samp(gap, -MARGIN, alternative="greater").pvalue
+    below = ttest_1samp(gap, MARGIN, alternative="less").pvalue
+    assert equivalence(found) == pytest.approx(max(above, below))
+    assert equivalence(Paired(2, 0.0, 0.1, None)) is None, "two seeds decide nothing"
+    assert equivalence(Paired(5, 0.2, 0.0, None)) == 0.0 and equivalence(Paired(5, 0.7, 0.0, None)) == 1.0
+    wide = Paired(5, 0.0, 1.0, 1.0)
+    assert equal([Comparison("cora", "a", found), Comparison("cora", "b", wide)]) == [True, False], "no difference found is not equality"
 
 
 def test_where_the_highest_mean_lies(tmp_path):
@@ -92,3 +122,7 @@ def test_few_labels(tmp_path):
             json.dumps({"seed": cell.seed, "low_labels": {"1": {"ours": 70.0 + cell.seed, "gcn": 60.0 + cell.seed}, "10": {"ours": 80.0, "gcn": None}}})
         )
     assert verdict([few], tmp_path) == ["T: Cora, probe minus GCN +10.00 [+10.00, +10.00] at 1%."]
+    for cell in few.cells():
+        row = {"ours": 70.0 + cell.seed, "gcn": None, "pagerank": 69.0 + cell.seed}
+        cell.path(tmp_path).write_text(json.dumps({"seed": cell.seed, "low_labels": {"1": row}}))
+    assert verdict([few], tmp_path) == ["T: Cora, probe minus features after PageRank +1.00 [+1.00, +1.00] at 1%."]

@@ -50,6 +50,7 @@ CONFIG: list[tuple[str, str | None, list[str], list[str]]] = [
         ["pretrain", "loss.structure_weight=0"],
         ["loss.structure_weight", "loss.factor_weight", "loss.cluster_weight", "loss.redundancy_weight", "all be 0"],
     ),
+    ("unknown probe", None, ["pretrain", "eval.probe=forest"], ["eval.probe", "forest"]),
     ("settings at odds", None, ["pretrain", "train.select=val"], ["train.select", "train.validate_every"]),
     ("yaml absent", None, ["pretrain", "settings.yaml"], ["not found: settings.yaml", "configs/", "key=value"]),
     ("yaml broken", "train: [1, 2\n", ["pretrain", "settings.yaml"], ["settings.yaml cannot be read as yaml", "line 2"]),

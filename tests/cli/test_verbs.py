@@ -19,6 +19,7 @@ from cimage_dist.cli import main, parse
 from cimage_dist.commands import runs
 from cimage_dist.commands.common import command_of, split_settings
 from cimage_dist.config_loading import known_keys, load_config
+from cimage_dist.eval.controls import ALPHAS, HOPS
 from tests.cli.conftest import TRAINING, Cli, command, environment, own_graph, process
 
 SBM = ["data.name=sbm", "data.sbm.num_nodes=200", "data.sbm.num_blocks=2", "data.sbm.avg_degree=6", "data.sbm.label_features=4", "data.sbm.nuisance_features=4"]
@@ -137,7 +138,11 @@ def test_the_whole_way(cli: Cli, tmp_path: Path) -> None:
 
 
 def assert_scores(scores: dict[str, Any], with_links: bool) -> None:
-    assert set(scores["controls"]) == {"raw", "smoothed", "untrained"}
+    assert list(scores["controls"]) == ["raw", "smoothed", "pagerank", "pca", "untrained"]
+    assert scores["controls"]["smoothed"]["hops"] in HOPS and scores["controls"]["pagerank"]["alpha"] in ALPHAS
+    assert scores["controls"]["pca"]["of"] in ("raw", "smoothed", "pagerank")
+    assert scores["controls_best"]["any"] in scores["controls"] and scores["controls_best"]["same_width"] in scores["controls"]
+    assert {"val", "test", "pool", "pool_se"} <= set(scores["node"])
     for row in (scores, *scores["controls"].values()):
         assert is_percent(row["node"]["val"]) and is_percent(row["node"]["test"])
         assert is_percent(row["cluster"]["acc"]) and is_percent(row["cluster"]["nmi"])
@@ -273,8 +278,9 @@ LABELS = {"none": None, "all unknown": np.full(120, -1), "too few to split": np.
 @pytest.mark.parametrize("kind", LABELS)
 def test_labels_are_optional(cli: Cli, tmp_path: Path, kind: str) -> None:
     settings = [*own_graph(tmp_path / "mine", labels=LABELS[kind]), "run.dir=run"]
-    for verb in ("pretrain", "embed"):
-        ok(cli, verb, *settings)
+    trained = cli("pretrain", *settings)
+    assert trained.code == 0 and ("no validation score, the last step is the result" in trained.err) == ("few" not in kind)
+    ok(cli, "embed", *settings)
     assert not (tmp_path / "run" / "splits").exists()
     scores = as_json(cli, "evaluate", *settings)
     for row in (scores, *scores["controls"].values()):

@@ -25,6 +25,7 @@ from cimage_dist.graph.sources import raw as raw_module
 from cimage_dist.graph.sources import sbm as sbm_module
 from cimage_dist.graph.sources.planetoid import read_pickle
 from cimage_dist.graph.sources.registry import SOURCES
+from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
 
 
@@ -121,15 +122,21 @@ def copy_raw(data_root: Path, folder: str, tmp_path: Path) -> Path:
     return tmp_path / "pyg"
 
 
-@pytest.mark.parametrize(("name", "edges", "isolated"), [("Cora", 10_556, 0), ("Citeseer", 9_104, 48), ("Pubmed", 88_648, 0)])
-def test_planetoid_equals_pyg(name: str, edges: int, isolated: int, data_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "edges", "isolated", "padding"), [("Cora", 10_556, 0, 0), ("Citeseer", 9_104, 48, 15), ("Pubmed", 88_648, 0, 0)])
+def test_planetoid_equals_pyg(name: str, edges: int, isolated: int, padding: int, data_root: Path, tmp_path: Path) -> None:
     root = copy_raw(data_root, f"Planetoid/{name}/raw", tmp_path)
     data = Planetoid(str(root / "Planetoid"), name, transform=NormalizeFeatures())[0]
     graph = open_graph(DataConfig(name=name.lower(), root=str(data_root), store_dir=str(tmp_path / "stores")))
     assert graph.num_edges == edges and graph.manifest["statistics"]["isolated_nodes"] == isolated
     assert_same_edges(graph, data.edge_index)
     torch.testing.assert_close(graph.features(), data.x)
-    torch.testing.assert_close(graph.labels(), data.y)
+    labels = graph.labels()
+    unknown = labels < 0
+    assert int(unknown.sum()) == padding and not bool(data.x[unknown].any())
+    torch.testing.assert_close(labels[~unknown], data.y[~unknown])
+    for split in ("public", "random", "per_class"):
+        parts = node_split(graph, DataConfig(name=name.lower(), split=split), seed=0)
+        assert not bool((unknown & (parts.train | parts.val | parts.test)).any())
     for key in ("train", "val", "test"):
         torch.testing.assert_close(torch.tensor(graph.masks[key]), data[f"{key}_mask"])
     assert f"ind.{name.lower()}.graph" in " ".join(graph.manifest["provenance"]["raw_files"])

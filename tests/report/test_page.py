@@ -111,6 +111,8 @@ def scores(ours: float, control: float) -> dict[str, Any]:
 
 def test_the_verdict_tells_bad_news_too():
     assert "2.00 points above the best control (smoothed, 80.00 %)" in verdict(scores(82.0, 80.0), [], None)[0]
+    chosen = scores(82.0, 80.0) | {"controls_best": {"any": "raw", "same_width": "raw"}}
+    assert "7.00 points above the best control (raw, 75.00 %)" in verdict(chosen, [], None)[0], "the best by validation, not by test"
     assert "1.50 points BELOW" in verdict(scores(78.5, 80.0), [], None)[0]
     worse = verdict(None, [], {"ours": 0.3, "random": 0.1, "below": 0.0})
     assert "MORE dependent" in worse[1] and "lower than 0%" in worse[1]

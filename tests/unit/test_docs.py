@@ -12,7 +12,7 @@ import pytest
 from cimage_dist.bench.cell import read_result
 from cimage_dist.bench.document import BEGIN, END, document
 from cimage_dist.bench.render import outdated
-from cimage_dist.bench.spec import load_tables
+from cimage_dist.bench.spec import RULER, load_tables
 from cimage_dist.cli import FAMILIES, parse
 from cimage_dist.commands.common import split_settings
 from cimage_dist.commands.jobs import job_line
@@ -82,7 +82,9 @@ def test_results_were_made_with_the_configs_that_are_shipped(monkeypatch):
     monkeypatch.chdir(ROOT)
     results = Path("benchmarks/results")
     cells = [cell for table in load_tables(Path("configs/bench")) for cell in table.cells()]
-    assert [cell.folder for cell in cells if outdated(cell, results)] == []
+    # Results scored by an earlier ruler are outdated, and the document says so under their table.
+    old = [cell for cell in cells if outdated(cell, results)]
+    assert [cell.folder for cell in old if read_result(cell.path(results)).get("ruler", 1) == RULER] == []
     used = {cell.path(results) for cell in cells}
     assert set(results.glob("*/*/*/seed-*.json")) <= used, "a result that no table shows"
     there = [cell for cell in cells if cell.path(results).is_file()]

@@ -15,13 +15,13 @@ from cimage_dist.eval.report import footnotes, print_scores, read_metrics, score
 
 FEW = {"2": {"mean": 80.04, "std": 1.26, "scores": [79.0, 81.0, 80.1]}}
 RESULT: dict[str, Any] = {
-    "node": {"val": 81.234, "test": 79.5},
+    "node": {"pool": 80.5, "pool_se": 0.25, "val": 81.234, "test": 79.5},
     "few_labels": FEW,
     "cluster": {"acc": 60.0, "nmi": 40.126, "modularity": 0.4},
     "link": {"auc": 95.0, "ap": 94.555},
     "controls": {
         "raw": {"node": {"val": 50.0, "test": 49.0}, "few_labels": {"2": {"mean": 30.0, "std": 0.0, "scores": [30.0]}}, "cluster": None, "link": None},
-        "smoothed": {"node": {"val": None, "test": 70.0}, "cluster": {"acc": 55.0, "nmi": 35.0}, "link": {"auc": 80.0, "ap": 81.0}},
+        "smoothed": {"node": {"val": None, "test": 70.0}, "cluster": {"acc": 55.0, "nmi": 35.0}, "link": {"auc": 80.0, "ap": 81.0}, "hops": 4},
     },
     "graph": "toy",
     "seed": 3,
@@ -31,6 +31,7 @@ RESULT: dict[str, Any] = {
 }
 TABLE = [
     ["2 labels per class", "30.0 ± 0.0", "-", "80.0 ± 1.3"],
+    ["node probe, draws of train + val", "-", "-", "80.50 ± 0.25"],
     ["node probe, val", "50.00", "-", "81.23"],
     ["node probe, test", "49.00", "70.00", "79.50"],
     ["clustering ACC", "-", "55.00", "60.00"],
@@ -58,6 +59,25 @@ def test_footnotes() -> None:
     assert any("edge decoder" in note and "cosine" in note for note in notes)
     assert any("mean ± std over 3 random label draws" in note for note in notes)
     assert not any(note.startswith("no ") for note in notes)
+
+
+def test_footnotes_say_what_the_controls_are() -> None:
+    chosen: dict[str, Any] = {
+        "raw": {},
+        "smoothed": {"hops": 4, "chosen_by": "pool"},
+        "pagerank": {"alpha": 0.1, "steps": 10, "chosen_by": "pool"},
+        "pca": {"width": 512, "of": "pagerank"},
+        "untrained": {},
+    }
+    result = RESULT | {"controls": chosen, "controls_best": {"any": "pagerank", "same_width": "pca"}}
+    notes = footnotes(result)
+    (about,) = [note for note in notes if note.startswith("raw: ")]
+    assert "over 4 hops" in about and "10 steps" in about and "a = 0.1" in about and "512 principal components of pagerank" in about
+    assert "our encoder before training" in about
+    assert any("chosen on the draws" in note for note in notes)
+    assert "best control by the draws of train + val: pagerank, of our width or less pca" in notes
+    fixed = {name: found | ({"chosen_by": "fixed"} if "chosen_by" in found else {}) for name, found in chosen.items()}
+    assert any("fixed, as no labels can choose" in note for note in footnotes(result | {"controls": fixed, "controls_best": {"any": None}}))
 
 
 def test_few_labels_that_could_not_be_had() -> None:

@@ -42,9 +42,9 @@ def few(per_class: int, split_seed: int) -> NodeSplit:
 
 def test_all_scores_of_a_good_embedding() -> None:
     topology, y = cliques()
-    cfg = EvalConfig(probe_epochs=100, few_labels=[2, 5], few_label_splits=3)
+    cfg = EvalConfig(few_labels=[2, 5], few_label_splits=3)
     scores = score_embedding(embedding(y), y, thirds(), topology, cfg, seed=0, few_split=few)
-    assert scores["node"] == {"val": 100.0, "test": 100.0}
+    assert {name: scores["node"][name] for name in ("val", "test", "pool", "pool_se")} == {"val": 100.0, "test": 100.0, "pool": 100.0, "pool_se": 0.0}
     assert {name: scores["cluster"][name] for name in ("acc", "ari", "f1")} == {"acc": 100.0, "ari": 100.0, "f1": 100.0}
     assert scores["cluster"]["nmi"] == pytest.approx(100.0)
     assert scores["cluster"]["modularity"] == pytest.approx(1 - 1 / 3)
@@ -57,13 +57,13 @@ def test_all_scores_of_a_good_embedding() -> None:
 def test_few_label_std_is_the_population_one() -> None:
     topology, y = cliques()
     z = torch.randn(NUM_NODES, 5, generator=torch.Generator().manual_seed(3)) + 0.7 * embedding(y)
-    entry = score_embedding(z, y, thirds(), topology, EvalConfig(probe_epochs=50, few_labels=[2]), seed=0, tasks=["node"], few_split=few)["few_labels"]["2"]
+    entry = score_embedding(z, y, thirds(), topology, EvalConfig(few_labels=[2]), seed=0, tasks=["node"], few_split=few)["few_labels"]["2"]
     assert entry["std"] == pytest.approx(float(torch.tensor(entry["scores"], dtype=torch.float64).std(correction=0))) and entry["std"] > 0
 
 
 def test_few_label_splits_of_the_graph_layer_are_the_default() -> None:
     topology, y = cliques()
-    scores = score_embedding(embedding(y), y, thirds(), topology, EvalConfig(probe_epochs=50, few_labels=[2], few_label_splits=2), seed=0, tasks=["node"])
+    scores = score_embedding(embedding(y), y, thirds(), topology, EvalConfig(few_labels=[2], few_label_splits=2), seed=0, tasks=["node"])
     assert len(scores["few_labels"]["2"]["scores"]) == 2 and "cluster" not in scores
 
 
@@ -74,7 +74,7 @@ def test_an_impossible_few_label_split_does_not_cost_the_other_scores() -> None:
         return few(per_class, split_seed)
 
     topology, y = cliques()
-    scores = score_embedding(embedding(y), y, thirds(), topology, EvalConfig(probe_epochs=50, few_labels=[2, 50], few_label_splits=2), seed=0, few_split=refuse)
+    scores = score_embedding(embedding(y), y, thirds(), topology, EvalConfig(few_labels=[2, 50], few_label_splits=2), seed=0, few_split=refuse)
     assert scores["few_labels"]["50"] == {"mean": None, "std": None, "scores": [], "reason": "class 1 has 40 nodes"}
     assert scores["few_labels"]["2"]["mean"] is not None and scores["node"] is not None
 

@@ -86,7 +86,7 @@ def _adjacency(path: Path) -> tuple[Array, Array]:
 def load(data: DataConfig) -> RawGraph:
     """Rows of `allx`, then the test rows at the places `test.index` names.
 
-    Citeseer's test range has gaps (isolated papers): these get zero features and class 0, as in PyG, and are in no mask.
+    Citeseer's test range has gaps (15 papers known only by links): these get zero features and no label (-1), so that they are in no split.
     """
     from scipy.sparse import csr_matrix, vstack
 
@@ -110,7 +110,7 @@ def load(data: DataConfig) -> RawGraph:
     # Line i of test.index names the node of test row i, so scattering rows to these places restores the order.
     scatter = csr_matrix((np.ones(test.size, dtype=np.float32), (test - known, np.arange(test.size))), shape=(num_nodes - known, test.size))
     x = vstack([csr_matrix(part["allx"]), scatter @ csr_matrix(part["tx"])]).tocsr()
-    y = np.zeros(num_nodes, dtype=np.int64)
+    y = np.full(num_nodes, -1, dtype=np.int64)
     y[:known] = np.asarray(part["ally"]).argmax(axis=1)
     y[test] = np.asarray(part["ty"]).argmax(axis=1)
     src, dst = _adjacency(folder / f"ind.{name}.graph")
@@ -124,4 +124,5 @@ def load(data: DataConfig) -> RawGraph:
     )
 
 
-SOURCES = {name: Source(load, normalize="row") for name in FOLDERS}
+# Citeseer, revision 1: its padding nodes have no label.
+SOURCES = {name: Source(load, normalize="row", revision=int(name == "citeseer")) for name in FOLDERS}

@@ -46,6 +46,8 @@ class Source:
 
     load: Callable[[DataConfig], RawGraph]
     normalize: str = "none"
+    revision: int = 0
+    """Raised when the same raw files give another graph than before: stores made earlier are then built again."""
 
 
 def row_chunks(matrix: Any, values: int = CHUNK_VALUES) -> Iterator[Array]:
