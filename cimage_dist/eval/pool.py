@@ -1,4 +1,4 @@
-"""A validation score of low noise: ten keyed draws from the training and validation nodes together.
+"""A validation score of low noise: keyed draws from the training and validation nodes together.
 
 Shapes: P pooled nodes, R draws, F embedding width, M classes.
 """
@@ -15,8 +15,8 @@ from cimage_dist import keyed
 from cimage_dist.eval.logistic import Rows, logistic_path, unit_rows
 from cimage_dist.types import NodeSplit
 
-DRAWS = 10
-_PER_CLASS = 20
+MOST_DRAWS, _FEWEST_DRAWS = 10, 3
+_FITTED_ROWS = 3000  # of all draws together: large ones are less noisy, and fewer do
 _MOST_NODES = 50_000
 _KEY = 2_000_000  # apart from the other users of the stream "split"
 
@@ -46,8 +46,9 @@ def make_pool(y: Tensor, split: NodeSplit, most: int = _MOST_NODES) -> Pool | No
     """The draws of a graph's labels and split, the same for every method; None where none is left.
 
     P = labelled training and validation nodes, at most `most` of them (keyed). Each draw has the
-    class counts of the training nodes where these are fewer than half of P, else 20 per class; of
-    no class more than half of its nodes in P. No label of another node is read.
+    class counts of the training nodes, of no class more than half of its nodes in P, so that a
+    strength which suits the draws suits the training nodes. Ten draws, down to three where they
+    are large. No label of another node is read.
     """
     y = y.cpu()
     nodes = (split.train | split.val).cpu().nonzero().squeeze(1)
@@ -59,11 +60,12 @@ def make_pool(y: Tensor, split: NodeSplit, most: int = _MOST_NODES) -> Pool | No
     labels = y[nodes]
     in_pool = torch.bincount(labels)
     training = torch.bincount(labels[split.train.cpu()[nodes]], minlength=in_pool.numel())
-    wanted = training if 2 * int(training.sum()) < nodes.numel() else _PER_CLASS
-    counts = torch.minimum(torch.as_tensor(wanted).expand_as(in_pool), in_pool // 2)
-    if int(counts.sum()) == 0:
+    counts = torch.minimum(training, (in_pool + 1) // 2)
+    size = int(counts.sum())
+    if size == 0 or size == nodes.numel():
         return None
-    draws = [_draw(nodes, labels, in_pool, counts, draw) for draw in range(1, DRAWS + 1)]
+    number = min(MOST_DRAWS, max(_FEWEST_DRAWS, _FITTED_ROWS // size))
+    draws = [_draw(nodes, labels, in_pool, counts, draw) for draw in range(1, number + 1)]
     return Pool(nodes, labels, torch.stack(draws))
 
 

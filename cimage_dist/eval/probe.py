@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from cimage_dist import keyed
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
 from cimage_dist.eval.logistic import Path, Rows, logistic_path, unit_rows
+from cimage_dist.eval.pool import PoolScore, make_pool, pool_score
 from cimage_dist.types import NodeSplit
 
 _T_0, _T_MULT = 50, 2  # cosine restarts of §14
@@ -27,7 +28,7 @@ class ProbeResult:
     """Accuracies in percent, None where the mask has no labelled node or test labels were not read.
 
     `epoch` (from 1) is the choice of eval.probe=epochs, `strength` (C) that of eval.probe=logistic;
-    the other is None. `pred` int64 [N]: the predicted class of every node, None unless test labels
+    the other is None. `pool`: the score by which C was chosen, where there are validation nodes. `pred` int64 [N]: the predicted class of every node, None unless test labels
     were read.
     """
 
@@ -36,6 +37,7 @@ class ProbeResult:
     epoch: int | None
     pred: Tensor | None
     strength: float | None = None
+    pool: PoolScore | None = None
 
 
 def linear_probe(
@@ -50,9 +52,10 @@ def linear_probe(
     """Softmax regression on unit rows: logits = W z/max(‖z‖, 1e-12) + b.
 
     eval.probe=logistic: the optimum with L2 penalty for every strength C of one grid
-    (`logistic.STRENGTHS`); C is that of the highest validation accuracy, ties by the lower
-    validation cross-entropy. Without validation nodes: the same by keyed stratified
-    cross-validation inside the training nodes (`_by_folds`), C = 1 where no class has two nodes.
+    (`logistic.STRENGTHS`); C is that of the highest score over the draws from training and
+    validation nodes (`pool.pool_score`; one validation set of a few hundred nodes chooses at
+    random). Without validation nodes: by keyed stratified cross-validation inside the training
+    nodes (`_by_folds`), C = 1 where no class has two nodes.
     eval.probe=epochs: Adam with cosine restarts; the first best validation epoch, the last one
     without validation nodes.
 
@@ -70,7 +73,7 @@ def linear_probe(
     if num_classes is None:
         num_classes = 1 + max(int(y[ids].max()) for ids in (train, val) if ids.numel())
     if cfg.probe == "logistic":
-        result, weight, bias = _logistic(z, y, train, val, num_classes, seed)
+        result, weight, bias = _logistic(z, y, split, train, val, num_classes, seed)
     else:
         result, weight, bias = _epochs(z, y, train, val, num_classes, cfg, seed)
     if not read_test:
@@ -79,7 +82,7 @@ def linear_probe(
     test = _labelled(split.test, y)
     hits = int((pred[test.to(pred.device)] == y[test].to(pred.device)).sum())
     test_acc = 100.0 * hits / test.numel() if test.numel() else None
-    return ProbeResult(result.val, test_acc, result.epoch, pred, result.strength)
+    return replace(result, test=test_acc, pred=pred)
 
 
 def _predict(z: Tensor | Rows, weight: Tensor, bias: Tensor) -> Tensor:
@@ -99,6 +102,7 @@ def _predict(z: Tensor | Rows, weight: Tensor, bias: Tensor) -> Tensor:
 def _logistic(
     z: Tensor | Rows,
     y: Tensor,
+    split: NodeSplit,
     train: Tensor,
     val: Tensor,
     num_classes: int,
@@ -107,15 +111,19 @@ def _logistic(
     """(validation score, W [M, F], b [M])."""
     x, labels = unit_rows(z, train), y[train].cpu().numpy()
     path = logistic_path(x, labels, num_classes)
-    accuracy = None
-    if val.numel():
-        hits, loss = path.scores(unit_rows(z, val), y[val].cpu().numpy())
-        best = _choose(hits, loss)
-        accuracy = 100.0 * int(hits[best]) / val.numel()
+    pool = make_pool(y, split) if val.numel() else None
+    pooled = pool_score(z, pool) if pool else None
+    if pooled:
+        best = path.strengths.index(pooled.strength)
     else:
         best = _by_folds(x, labels, train.cpu(), num_classes, path, seed)
+    accuracy = None
+    if val.numel():
+        hits, _ = path.scores(unit_rows(z, val), y[val].cpu().numpy())
+        accuracy = 100.0 * int(hits[best]) / val.numel()
     weight, bias = torch.from_numpy(path.weight[best]), torch.from_numpy(path.bias[best])
-    return ProbeResult(accuracy, None, None, None, path.strengths[best]), weight, bias
+    found = ProbeResult(accuracy, None, None, None, path.strengths[best], pooled)
+    return found, weight, bias
 
 
 def _choose(hits: np.ndarray, loss: np.ndarray) -> int:

@@ -77,7 +77,7 @@ def footnotes(result: dict[str, Any]) -> list[str]:
         notes.append(about_controls(result["controls"]))
         notes += _choice_notes(result)
     if (result.get("node") or {}).get("pool") is not None:
-        notes.append("draws of train + val: fitted on a draw, scored on the other labelled training and validation nodes; mean ± standard error of 10 draws")
+        notes.append("draws of train + val: fitted on a draw, scored on the other labelled training and validation nodes; mean ± standard error over the draws")
     if result.get("node") is None:
         notes.append(f"no node scores: {result.get('node_reason', 'not asked for')}")
     few = result.get("few_labels") or {}

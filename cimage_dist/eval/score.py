@@ -65,8 +65,10 @@ def _node_scores(z: Tensor, y: Tensor | None, split: NodeSplit | None, cfg: Eval
     if not bool((y[split.train.to(y.device)] >= 0).any()):
         return {"node": None, "node_reason": "no training node has a label"}
     result = linear_probe(z, y, split, cfg, seed, num_classes=1 + int(y.max()))
-    pool = make_pool(y, split)
-    pooled = pool_score(z, pool).as_dict() if pool else {"pool": None, "pool_se": None}
+    found = result.pool
+    if found is None and (pool := make_pool(y, split)):
+        found = pool_score(z, pool)
+    pooled = found.as_dict() if found else {"pool": None, "pool_se": None}
     return {"node": {"val": result.val, "test": result.test, **pooled, "strength": result.strength}}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cimage_dist.eval.pool import DRAWS, make_pool, pool_score
+from cimage_dist.eval.pool import MOST_DRAWS, make_pool, pool_score
 from cimage_dist.types import NodeSplit
 
 NUM_NODES = 400
@@ -31,17 +31,24 @@ def test_draws_have_the_class_counts_of_a_small_training_set() -> None:
     y[0] = 1  # class 0 has one training node fewer, class 1 one more
     pool = make_pool(y, split(40, 160))
     assert pool.nodes.tolist() == list(range(200)) and torch.equal(pool.labels, y[:200])
-    assert pool.fitted.shape == (DRAWS, 200)
+    assert pool.fitted.shape == (MOST_DRAWS, 200)
     for fitted in pool.fitted:
         assert torch.bincount(pool.labels[fitted]).tolist() == [9, 11, 10, 10]
-    assert len({tuple(row.tolist()) for row in pool.fitted}) == DRAWS
+    assert len({tuple(row.tolist()) for row in pool.fitted}) == MOST_DRAWS
 
 
-def test_draws_of_a_large_training_set_have_twenty_per_class_or_half() -> None:
+def test_draws_take_no_more_than_half_of_a_class() -> None:
     pool = make_pool(labels(), split(100, 100))
-    assert all(torch.bincount(pool.labels[fitted]).tolist() == [20] * 4 for fitted in pool.fitted)
+    assert all(torch.bincount(pool.labels[fitted]).tolist() == [25] * 4 for fitted in pool.fitted)
     small = make_pool(labels(), split(40, 20))
-    assert all(torch.bincount(small.labels[fitted]).tolist() == [7] * 4 for fitted in small.fitted)
+    assert all(torch.bincount(small.labels[fitted]).tolist() == [8] * 4 for fitted in small.fitted)
+
+
+def test_large_draws_are_fewer() -> None:
+    y = torch.arange(8000) % 4
+    ids = torch.arange(8000)
+    large = NodeSplit(ids < 1500, (ids >= 1500) & (ids < 3000), ids >= 3000)
+    assert make_pool(y, large).fitted.shape[0] == 3
 
 
 def test_only_labels_of_training_and_validation_nodes_are_read() -> None:

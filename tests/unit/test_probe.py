@@ -12,6 +12,7 @@ from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
 from cimage_dist.eval import probe
 from cimage_dist.eval.logistic import STRENGTHS, logistic_path, unit_rows
+from cimage_dist.eval.pool import make_pool, pool_score
 from cimage_dist.eval.probe import linear_probe
 from cimage_dist.types import NodeSplit
 
@@ -175,16 +176,14 @@ def test_bad_input_is_explained() -> None:
         linear_probe(z[0], y, split(), EvalConfig(), seed=0)
 
 
-def test_the_strength_is_the_best_on_validation() -> None:
+def test_the_strength_is_the_best_over_the_draws() -> None:
     z, y = embedding(noise=3.0)
     result = linear_probe(z, y, split(), EvalConfig(), seed=0)
-    parts = split()
-    path = logistic_path(unit_rows(z, parts.train.nonzero()[:, 0]), y[parts.train].numpy(), NUM_CLASSES)
-    hits, loss = path.scores(unit_rows(z, parts.val.nonzero()[:, 0]), y[parts.val].numpy())
-    assert result.val == pytest.approx(100 * hits.max() / 100) and result.epoch is None
-    chosen = STRENGTHS.index(result.strength)
-    tied = hits == hits.max()
-    assert tied[chosen] and loss[chosen] == loss[tied].min()
+    pooled = pool_score(z, make_pool(y, split()))
+    assert result.pool == pooled and result.strength == pooled.strength and result.epoch is None
+    path = logistic_path(unit_rows(z, split().train.nonzero()[:, 0]), y[split().train].numpy(), NUM_CLASSES)
+    hits, _ = path.scores(unit_rows(z, split().val.nonzero()[:, 0]), y[split().val].numpy())
+    assert result.val == pytest.approx(float(hits[STRENGTHS.index(pooled.strength)]))
 
 
 def test_choice_prefers_hits_then_cross_entropy_then_the_smaller_strength() -> None:

@@ -184,5 +184,5 @@ def test_bad_settings_are_named(override, key):
 
 
 def test_a_hidden_layer_has_no_principal_start():
-    with pytest.raises(UserError, match="model.hidden"):
+    with pytest.raises(UserError, match=r"model\.hidden"):
         load_config(overrides=["model.hidden=8", "model.init=pca"])
