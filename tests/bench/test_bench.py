@@ -124,9 +124,10 @@ def test_a_table_in_markdown(project):
     fill(table, project / "results", "with clusters", [79.0, 80.0, 80.5])
     text = "\n".join(render_table(table, project / "results"))
     assert "| **shipped** | 81.50 ± 1.12 (4) |" in text and "| shipped, published | 12.34 |" in text
-    assert "| raw features | 50.00 ± 0.00 (4) |" in text and "| untrained encoder | - |" in text
+    assert "| raw features | 50.00 ± 0.00 (4) |" in text
+    assert "untrained encoder" not in text, "no row for a control without results"
     assert "shipped minus with clusters, seed by seed: blocks +1.17 ± 0.44 (3 seeds, p = 0.118)" in text
-    assert "1 of 8 runs are still to be made" in text
+    assert "1 of 8 runs are still to be made" in text and "7 of 7 runs were scored by the earlier probe" in text
 
 
 def test_paired_differences():
@@ -296,6 +297,7 @@ def test_extras_and_degraded_labels_end_to_end(project, capsys):
     assert main(["bench", "low", "quality", "--jobs", "1", "--quiet"]) == 0, capsys.readouterr()
     results = project / "benchmarks/results/node/blocks"
     low = json.loads((results / "as-shipped~low_labels/seed-0.json").read_text())["low_labels"]
+    assert all(list(row) == ["ours", "smoothed", "pagerank", "gcn"] for row in low.values())
     assert set(low) == {"1", "2", "5", "10"} and all(0 < v <= 100 for row in low.values() for v in row.values())
     assert (results / "accuracy=60/seed-0.json").is_file()
     kept = np.load(project / "runs/bench/node/blocks/accuracy=60/labels-0.npz")
