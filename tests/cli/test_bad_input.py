@@ -36,6 +36,8 @@ CONFIG: list[tuple[str, str | None, list[str], list[str]]] = [
     ("wrong type in yaml", "optim:\n  lr_max: fast\n", ["pretrain", "settings.yaml"], ["optim.lr_max", "settings.yaml", "'fast'", "Float"]),
     ("value out of range", None, ["pretrain", "model.dropout=1.5"], ["model.dropout", "[0, 1)", "1.5"]),
     ("not among the choices", None, ["pretrain", "model.norm=group"], ["model.norm", "group"]),
+    ("average that never forgets", None, ["pretrain", "ci.average=1"], ["ci.average", "[0, 1)", "1"]),
+    ("unknown control", None, ["pretrain", "ci.partition=redrawn"], ["ci.partition", "redrawn", "random_redrawn"]),
     ("settings at odds", None, ["pretrain", "train.select=val"], ["train.select", "train.validate_every"]),
     ("yaml absent", None, ["pretrain", "settings.yaml"], ["not found: settings.yaml", "configs/", "key=value"]),
     ("yaml broken", "train: [1, 2\n", ["pretrain", "settings.yaml"], ["settings.yaml cannot be read as yaml", "line 2"]),
