@@ -85,7 +85,8 @@ class Pretrainer:
         self.model_ = model_from_weights(self.cfg, checkpoint.model_weights(saved.tensors))
         self.step_, self.history_, self.ci_scores_ = saved.step, [], None
         if "scores" in saved.meta:
-            self.ci_scores_ = checkpoint.unpack_record(CIScores, "scores", saved.tensors, saved.meta["scores"])
+            plain = saved.meta["scores"]
+            self.ci_scores_ = checkpoint.unpack_record(CIScores, "scores", saved.tensors, plain)
         return self
 
     def _check_fitted(self) -> None:

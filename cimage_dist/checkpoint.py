@@ -149,7 +149,13 @@ def pack_record(name: str, record: Any) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, {key: value for key, value in values.items() if not isinstance(value, Tensor)}
 
 
-def unpack_record(kind: type[Record], name: str, tensors: dict[str, Tensor], plain: dict[str, Any]) -> Record:
-    """What `pack_record` made of a `kind`."""
-    own: dict[str, Any] = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+def unpack_record(
+    kind: type[Record],
+    name: str,
+    tensors: dict[str, Tensor],
+    plain: dict[str, Any],
+) -> Record:
+    """The `kind` that `pack_record` took apart; `tensors` may hold others too."""
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
     return kind(**own, **plain)

@@ -78,18 +78,19 @@ class BatchNorm(nn.BatchNorm1d):
 
 @torch.no_grad()
 def settle(norm: nn.Module, linear: nn.Linear, x: Features, rows: int = 1 << 14) -> None:
-    """Store in batch normalisation the moments of `W x + b` over the rows of x under the current weights.
+    """Store in batch normalisation the moments of y = W x + b over the rows of x.
 
-    mean = (1/N) Σ_i y_i and variance = (1/(N-1)) Σ_i (y_i - mean)², y = W x + b without dropout, in
-    double precision. Other kinds of norm store no moments and are left alone. x [N, F], dense or sparse.
+    `mean = (1/N) Σ_i y_i`, `variance = (1/(N-1)) Σ_i (y_i - mean)²`, without dropout, in double
+    precision. Other kinds of norm store no moments and are left alone. x [N, F], dense or sparse.
     """
     if not isinstance(norm, BatchNorm):
         return
     count, weight = x.shape[0], linear.weight
     total, square = (weight.new_zeros(linear.out_features, dtype=torch.float64) for _ in range(2))
     for part in x.split(rows) if isinstance(x, Tensor) else [x]:
-        clean = part.to(weight.device, weight.dtype) if isinstance(part, Tensor) else part.to(weight.dtype)
-        wide = project_rows(clean, linear, 0.0, False).double()
+        if isinstance(part, Tensor):
+            part = part.to(weight.device)
+        wide = project_rows(part.to(weight.dtype), linear, 0.0, False).double()
         total += wide.sum(0)
         square += wide.square().sum(0)
     mean = total / count

@@ -50,11 +50,20 @@ def describe_partition(
     if comm.is_main:
         chosen = torch.argsort(keyed.bits(keyed.stream(seed, "diagnostics", 2), sample.gids))[:_MAX_ROWS].sort().values
         rows = sample.x[chosen].to(torch.float64).view(-1, num_factors, width)
-        out = _describe(rows, sample.labels[chosen], sample.gids[chosen], scores, block_size, repeats, seed)
+        labels, gids = sample.labels[chosen], sample.gids[chosen]
+        out = _describe(rows, labels, gids, scores, block_size, repeats, seed)
     return comm.broadcast_object(out)
 
 
-def _describe(h: Tensor, labels: Tensor, gids: Tensor, scores: CIScores, block_size: int, repeats: int, seed: int) -> dict[str, float]:
+def _describe(
+    h: Tensor,
+    labels: Tensor,
+    gids: Tensor,
+    scores: CIScores,
+    block_size: int,
+    repeats: int,
+    seed: int,
+) -> dict[str, float]:
     first = scores.in_context.to(h.device)
     variance = h.var(dim=0, correction=0).mean(dim=1) if h.shape[0] else h.new_zeros(h.shape[1])
     classes, counts = labels.unique(return_counts=True)
@@ -89,18 +98,21 @@ def jaccard(a: Tensor, b: Tensor) -> float:
 def jaccard_chance(size_a: int, size_b: int, total: int) -> float:
     """Expected Jaccard index of random subsets of the given sizes of a set of `total` elements.
 
-    `Σ_i P(i) i / (a + b - i)`, P the hypergeometric probability of i common elements; 1 for two empty sets.
+    `Σ_i P(i) i / (a + b - i)`, P the hypergeometric probability of i common elements; 1 for two
+    empty sets.
     """
-    if size_a + size_b == 0:
+    both = size_a + size_b
+    if both == 0:
         return 1.0
-    most, ways = min(size_a, size_b), math.comb(total, size_b)
-    least = max(0, size_a + size_b - total)
-    shares = (math.comb(size_a, i) * math.comb(total - size_a, size_b - i) / ways * i / (size_a + size_b - i) for i in range(least, most + 1))
-    return sum(shares)
+    expected = 0.0
+    for common in range(max(0, both - total), min(size_a, size_b) + 1):
+        ways = math.comb(size_a, common) * math.comb(total - size_a, size_b - common)
+        expected += ways / math.comb(total, size_b) * common / (both - common)
+    return expected
 
 
 def overlap(name: str, a: Tensor, b: Tensor) -> dict[str, float]:
-    """What to log of two partitions: `jaccard_<name>` of their contexts and its chance level. a, b bool [K]."""
+    """To log: `jaccard_<name>` of two contexts and its chance level. a, b bool [K]."""
     chance = jaccard_chance(int(a.sum()), int(b.sum()), a.numel())
     return {f"jaccard_{name}": jaccard(a, b), f"jaccard_{name}_chance": chance}
 

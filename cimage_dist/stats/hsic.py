@@ -31,7 +31,7 @@ class HsicStats:
 
     G [D, D] mean normalised HSIC between features, b [D] with the labels, y2 of the labels with themselves. `coverage` [D] is the
     share of blocks in which the feature varies, i.e. diag(G) of the unconditional form; `repeats` is M after the single-block rule.
-    `weight` is the total weight of the samples averaged here, with 1 for the newest (see `averaged`).
+    `weight` is the total weight of the refreshes averaged here, 1 for the newest (see `averaged`).
     """
 
     G: Tensor
@@ -50,10 +50,10 @@ class HsicStats:
 
 
 def averaged(past: HsicStats | None, new: HsicStats, decay: float) -> HsicStats:
-    """The exponential average of statistics over refreshes, `Σ_i decay^(t-i) S_i / Σ_i decay^(t-i)`.
+    """Exponential average over refreshes, `A_t = Σ_i decay^(t-i) S_i / Σ_i decay^(t-i)`.
 
-    By recursion: `W_t = 1 + decay·W_{t-1}`, `A_t = A_{t-1} + (S_t - A_{t-1}) / W_t`, for the means G
-    [D, D], b [D], y2, coverage [D] and the share of single-class blocks. Counts are those of `new`.
+    Recursion: `W_t = 1 + decay·W_{t-1}`, `A_t = A_{t-1} + (S_t - A_{t-1}) / W_t`, for the means
+    G [D, D], b [D], y2, coverage [D] and the share of single-class blocks. Counts: of `new`.
     """
     if past is None or decay == 0:
         return new
@@ -140,7 +140,8 @@ def block_statistics(
     their standard deviation over the whole sample (ddof 0). One all-reduce of D² + D + 2 doubles.
     Kernels and their products are computed in the features' precision (or `dtype`) for a fixed number of blocks at a time, whose sums are added in
     double: each rank takes every W-th such group, so a group's sum does not depend on W.
-    `repeats` None: see `repeats_for`. Shapes: features [n_local, D], labels and gids int64 [n_local]; n_local may be 0.
+    `repeats` None: see `repeats_for`.
+    Shapes: features [n_local, D], labels and gids int64 [n_local]; n_local may be 0.
     """
     comm = comm or Comm()
     sample = gather_sample(features, labels, gids, comm)

@@ -73,7 +73,7 @@ class Trainer:
             norm = self.model.encoder.norm
             if cfg.sampler.fanouts and isinstance(norm, BatchNorm):
                 norm.reduce = comm.grad_sum
-            # Buffers are constant, or computed from the same weights and rows on every rank (settle).
+            # Buffers are constant, or the same function of weights and rows on each rank (settle).
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, **_UNSHARED_BUFFERS)
         optim = cfg.optim
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True)
@@ -85,16 +85,17 @@ class Trainer:
         self.best_step = 0
 
     def _data(self) -> tuple[Batches, Embedder, Features]:
-        """Batches, the embedder, and the features [n, F] over which batch normalisation is settled."""
+        """Batches, the embedder, and the features [n, F] that batch normalisation settles on."""
         cfg, rows = self.cfg, self.graph.x
         if cfg.sampler.fanouts:
             batches = SampledBatches(rows, self.topology, cfg, self.comm, self.device)
-            return batches, SampledEmbedder(rows, self.topology, cfg, self.device), self._some_rows()
+            embedder = SampledEmbedder(rows, self.topology, cfg, self.device)
+            return batches, embedder, self._some_rows()
         x = compact(self.graph.features().to(self.device, torch.get_default_dtype()))
         return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology), x
 
     def _some_rows(self) -> Tensor:
-        """A keyed sample of the features, the same on every rank; empty where the norm stores no moments."""
+        """A keyed sample of the features, the same on every rank; empty if no norm needs it."""
         gids = torch.arange(self.graph.num_nodes if norm_kind(self.cfg) == "batch" else 0)
         share = keyed.uniform(keyed.stream(self.cfg.run.seed, "refresh-sample", -1), gids)
         chosen = gids[share < _SETTLE_ROWS / max(gids.numel(), 1)]
@@ -139,11 +140,14 @@ class Trainer:
         if saved.meta["best"]:
             self.best_score, self.best_step = saved.meta["best"]["score"], saved.meta["best"]["step"]
         if saved.meta["scores"]:
-            self.scores = checkpoint.unpack_record(CIScores, "scores", saved.tensors, saved.meta["scores"])
+            plain = saved.meta["scores"]
+            self.scores = checkpoint.unpack_record(CIScores, "scores", saved.tensors, plain)
             if self.refresher is not None:
                 self.refresher.failures = saved.meta["refresh_failures"]
         if self.refresher is not None and saved.meta.get("average"):
-            self.refresher.average = checkpoint.unpack_record(HsicStats, "average", saved.tensors, saved.meta["average"])
+            plain = saved.meta["average"]
+            found = checkpoint.unpack_record(HsicStats, "average", saved.tensors, plain)
+            self.refresher.average = found
         self.step = saved.step
 
     def refresh(self) -> dict[str, Any] | None:
@@ -207,7 +211,11 @@ def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink:
 
 
 def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
-    """Collective: what the factor loss needs before the first step: initial labels (kept by the sink), or one random half."""
+    """Collective: what the factor loss needs before the first step.
+
+    Initial labels, which the sink stores, or a random half for the whole run; nothing for halves
+    that are drawn at each refresh.
+    """
     cfg, graph, comm = trainer.cfg, trainer.graph, trainer.comm
     if cfg.loss.factor_weight == 0:
         return

@@ -1,4 +1,4 @@
-"""The refresh: every few steps the trusted set is rebuilt and the factors are scored and split again (§1, §6, §8)."""
+"""The refresh: every few steps the trusted set is rebuilt and factors are scored (§1, §6, §8)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ def random_scores(num_factors: int, seed: int) -> CIScores:
     return CIScores(chosen.double(), chosen, 0.0, 0.0, chosen.double(), 0, "random-half", "control")
 
 
-def redrawn_scores(cfg: Config, step: int, previous: CIScores | None) -> tuple[CIScores, dict[str, Any]]:
-    """The other control: a new random half at every refresh, keyed by seed and step; with what to log."""
+def redrawn_scores(
+    cfg: Config,
+    step: int,
+    previous: CIScores | None,
+) -> tuple[CIScores, dict[str, Any]]:
+    """The other control: a new random half, keyed by seed and step, and what to log."""
     scores = random_scores(cfg.model.num_factors, keyed.derive(cfg.run.seed, step))
     return scores, {"status": scores.status} | _context(scores, previous)
 
@@ -85,11 +89,12 @@ class Refresher:
         return smallest_per_group(keyed.uniform(key, self.gids), self.gids, groups, class_quota(sizes, limit), self.comm)
 
     def __call__(self, encoder: Encoder, step: int, previous: CIScores | None) -> tuple[CIScores, dict[str, Any]]:
-        """Collective: (scores and partition, what to log). Embeddings that are not finite change nothing; three times in a row is an error (§6.7).
+        """Collective: (scores and partition, what to log). Embeddings that are not finite change
+        nothing; three times in a row is an error (§6.7).
 
         Logged at every refresh: `jaccard_previous` of F1 with the one before. When diagnosing also
-        `jaccard_permutations`: F1 is solved again with blocks drawn independently at this step (earlier
-        refreshes in the average are shared). Each with its chance level for sets of these sizes.
+        `jaccard_permutations`: F1 is solved again with blocks drawn independently at this step
+        (earlier refreshes in the average are shared). Each with its chance level for these sizes.
         """
         cfg, comm = self.cfg, self.comm
         began = time.perf_counter()
@@ -128,11 +133,13 @@ class Refresher:
         metrics["scores"] = scores.scores.tolist()
         metrics["seconds"] = time.perf_counter() - began
         if (step // cfg.ci.every_steps) % self.diagnose_every == 0:
-            found = describe_partition(rows, labels, gids, scores, block_size=cfg.ci.block_size, seed=cfg.run.seed, comm=comm)
+            options: dict[str, Any] = {"block_size": cfg.ci.block_size, "seed": cfg.run.seed}
+            found = describe_partition(rows, labels, gids, scores, comm=comm, **options)
             metrics |= {name.removeprefix("ci/"): value for name, value in found.items()}
             if is_decided:
-                again = averaged(past, self._statistics(rows, labels, gids, step, draw=1), cfg.ci.average)
-                metrics |= overlap("permutations", scores.in_context, self._partition(again, previous).in_context)
+                fresh = self._statistics(rows, labels, gids, step, draw=1)
+                again = self._partition(averaged(past, fresh, cfg.ci.average), previous)
+                metrics |= overlap("permutations", scores.in_context, again.in_context)
         return scores, metrics
 
     def _skip(self, step: int, previous: CIScores | None, bad: int) -> tuple[CIScores, dict[str, Any]]:
@@ -147,11 +154,19 @@ class Refresher:
         context = scores.in_context.nonzero().squeeze(-1).tolist()
         return scores, {"status": scores.status, "failures": self.failures, "nonfinite": bad, "context": context}
 
-    def _statistics(self, rows: Tensor, labels: Tensor, gids: Tensor, step: int, draw: int = 0) -> HsicStats:
-        """Collective: HSIC of the rows [n, K, c] with blocks of this step; another `draw` permutes them independently."""
+    def _statistics(
+        self,
+        rows: Tensor,
+        labels: Tensor,
+        gids: Tensor,
+        step: int,
+        draw: int = 0,
+    ) -> HsicStats:
+        """Collective: HSIC of the rows [n, K, c] in blocks of this step, others for each `draw`."""
         ci, key = self.cfg.ci, keyed.derive(self.cfg.run.seed, step, *([draw] if draw else []))
         features = score_features(rows, ci.features)
-        common: dict[str, Any] = {"seed": key, "block_size": ci.block_size, "repeats": ci.repeats, "comm": self.comm}
+        common: dict[str, Any] = {"seed": key, "repeats": ci.repeats, "comm": self.comm}
+        common["block_size"] = ci.block_size
         if ci.conditional == "stratified":
             return conditional_statistics(features, labels, gids, **common)
         return block_statistics(features, labels, gids, block_classes=ci.block_classes, **common)

@@ -1,4 +1,4 @@
-"""Batch normalisation over the rows of all ranks: values and gradients as in one process, in float64."""
+"""Batch normalisation over the rows of all ranks: values and gradients as in one process."""
 
 from __future__ import annotations
 

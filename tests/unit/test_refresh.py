@@ -95,8 +95,9 @@ def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small
         assert name in found[0]
     assert "jaccard_previous" not in found[0]
     for old, new in pairwise(found):
-        both, either = (len(op(set(old["context"]), set(new["context"]))) for op in (set.intersection, set.union))
-        assert new["jaccard_previous"] == both / either and 0 < new["jaccard_previous_chance"] < 1
+        a, b = set(old["context"]), set(new["context"])
+        assert new["jaccard_previous"] == len(a & b) / len(a | b)
+        assert 0 < new["jaccard_previous_chance"] < 1
     json.dumps(found, allow_nan=False)  # finite, and plain enough for metrics.jsonl
     assert trainer.scores is not None and trainer.scores.in_context.nonzero().squeeze(-1).tolist() == found[-1]["context"]
 
@@ -112,7 +113,7 @@ def test_the_random_control_computes_no_labels_and_never_changes(store_dir, smal
     assert sink.records[-1]["factor"] > 0
 
 
-def test_the_redrawn_control_computes_no_labels_and_follows_the_schedule(store_dir, small_sbm, monkeypatch):
+def test_the_redrawn_control_needs_no_labels(store_dir, small_sbm, monkeypatch):
     monkeypatch.setattr(loop, "initial_labels", lambda *args: pytest.fail("labels were computed"))
     cfg = config(store_dir, "ci.partition=random_redrawn", "model.num_factors=10")
     sink, twin = MemorySink(), MemorySink()
@@ -121,7 +122,8 @@ def test_the_redrawn_control_computes_no_labels_and_follows_the_schedule(store_d
     assert [r["step"] for r in found] == [0, 4, 8] and sink.stored == {}
     assert all(len(r["context"]) == 5 and r["status"] == "random-half" for r in found)
     assert len({tuple(r["context"]) for r in found}) == 3 and "jaccard_previous" in found[1]
-    assert trainer.scores is not None and trainer.scores.in_context.nonzero().squeeze(-1).tolist() == found[-1]["context"]
+    assert trainer.scores is not None
+    assert trainer.scores.in_context.nonzero().squeeze(-1).tolist() == found[-1]["context"]
     worker(cfg, Comm(), twin, small_sbm)
     again = [r for r in twin.records if r["kind"] == "ci"]
     assert again == found
@@ -253,7 +255,7 @@ def test_every_way_of_scoring_runs_inside_a_refresh(extra, store_dir):
 
 
 def embeddings_between_steps(comm: Comm, store_dir: Path) -> np.ndarray:
-    """What the ranks would give a refresh after two steps with dropout, which differs between ranks."""
+    """What the ranks would give a refresh after two steps; dropout differs between ranks."""
     torch.set_num_threads(1)
     cfg = config(store_dir, "model.dropout=0.5", "loss.factor_weight=0")
     graph = open_graph(cfg.data)
@@ -285,7 +287,8 @@ def test_unit_factors_do_not_depend_on_the_length_of_rows(store_dir):
             refresher, embedder = made(config(store_dir, f"ci.normalize={normalize}"))
             if is_scaled:
                 embedder.__class__ = Scaled
-            scores[normalize, is_scaled] = refresher(None, 0, None)[0].scores  # type: ignore[arg-type]
+            encoder: Any = None
+            scores[normalize, is_scaled] = refresher(encoder, 0, None)[0].scores
     torch.testing.assert_close(scores["true", True], scores["true", False], rtol=0, atol=1e-3)
     assert not torch.allclose(scores["false", True], scores["false", False], rtol=0, atol=1e-3)
 
@@ -302,7 +305,11 @@ def test_only_refreshes_that_decide_enter_the_average(store_dir, monkeypatch):
     scores, record = refresher(encoder, 8, scores)
     assert record["status"] == "skipped-nonfinite" and refresher.average is second
     original = refresh.block_statistics
-    monkeypatch.setattr(refresh, "block_statistics", lambda *a, **k: replace(original(*a, **k), num_classes=1))
+
+    def one_class(*args: Any, **options: Any) -> Any:
+        return replace(original(*args, **options), num_classes=1)
+
+    monkeypatch.setattr(refresh, "block_statistics", one_class)
     scores, record = refresher(encoder, 12, scores)
     assert record["status"] == "kept-previous" and refresher.average is second
 
@@ -327,14 +334,14 @@ class StopAfter(LocalSink):
 
 
 @pytest.mark.parametrize("partition", ["ci", "random_redrawn"])
-def test_resumed_refreshes_equal_uninterrupted_ones_to_the_last_bit(partition, store_dir, small_sbm, tmp_path):
-    """Stopped between two refreshes: the average, the partition and the moments come from the checkpoint."""
+def test_resumed_refreshes_are_bit_exact(partition, store_dir, small_sbm, tmp_path):
+    """Stopped between two refreshes: average, partition and moments come from the checkpoint."""
     cfg = config(store_dir, f"ci.partition={partition}", "ci.average=0.8", "model.dropout=0.3")
     cfg.cluster.init = "propagated"
     for name in ("whole", "parts"):
         if name == "parts":
-            with StopAfter(RunDir(tmp_path / name), cfg.run) as stopping, pytest.raises(Interrupted):
-                worker(cfg, Comm(), stopping, small_sbm)
+            with StopAfter(RunDir(tmp_path / name), cfg.run) as sink, pytest.raises(Interrupted):
+                worker(cfg, Comm(), sink, small_sbm)
         with LocalSink(RunDir(tmp_path / name), cfg.run) as sink:
             worker(cfg, Comm(), sink, small_sbm)
     a, b = (checkpoint.load_latest(tmp_path / name / "ckpt") for name in ("whole", "parts"))
@@ -345,15 +352,18 @@ def test_resumed_refreshes_equal_uninterrupted_ones_to_the_last_bit(partition, s
     torch.testing.assert_close(a.tensors, b.tensors, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("extra", [[], ["sampler.fanouts=[3,3]", "model.norm=batch", "train.epochs=1"]])
-def test_stored_moments_are_those_of_the_clean_features_under_the_stored_weights(extra, store_dir, small_sbm):
+SAMPLED = ["sampler.fanouts=[3,3]", "model.norm=batch", "train.epochs=1"]
+
+
+@pytest.mark.parametrize("extra", [[], SAMPLED], ids=["full", "sampled"])
+def test_stored_moments_are_those_of_the_clean_features(extra, store_dir, small_sbm):
     """Whatever dropout did in training; a refresh and validation see them too."""
     cfg = config(store_dir, "model.dropout=0.8", "train.validate_every=5", *extra)
     seen: list[torch.Tensor] = []
     clean = small_sbm.features()
 
     def moments_of(model: Any) -> dict[str, float]:
-        y = torch.nn.functional.linear(clean, model.encoder.linear.weight, model.encoder.linear.bias)
+        y = model.encoder.linear(clean)
         torch.testing.assert_close(model.encoder.norm.running_mean, y.mean(0), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(model.encoder.norm.running_var, y.var(0), rtol=1e-4, atol=1e-5)
         seen.append(y)
