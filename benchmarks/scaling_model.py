@@ -28,6 +28,7 @@ from cimage_dist.plan.checks import num_clusters
 from cimage_dist.plan.memory import refresh_rows, score_width
 from cimage_dist.plan.play import hop_rows, play
 from cimage_dist.plan.sizes import graph_size, training_edges
+from cimage_dist.stats.hsic import repeats_for
 from cimage_dist.stats.kernels import packed_size
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +149,8 @@ class Model:
     def refresh(self, world: int, on: Hardware) -> float:
         """Per step: embedding, the sample's gather over TCP, statistics shared out, and one solve on every rank's CPU."""
         ci, (sample, bank) = self.cfg.ci, refresh_rows(self.cfg, self.size)
-        flops = 2 * (sample // ci.block_size * ci.repeats) * packed_size(ci.block_size) * score_width(self.cfg) ** 2
+        blocks = sample // ci.block_size * repeats_for(sample, ci.block_size, ci.repeats)
+        flops = 2 * blocks * packed_size(ci.block_size) * score_width(self.cfg) ** 2
         embedded = self.rows(min(2 * sample, self.size.nodes) / world / 4)
         moved = (sample + bank) * self.width * 4 / on.tcp
         calls = on.tcp_hop * sum(hops(call.operation, world) for call in self.played.refresh)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,8 @@ class Pretrainer:
         artifacts.write_text(run.config, to_yaml(self.cfg))
         tensors, meta = checkpoint.pack_model(self.model_), {}
         if self.ci_scores_ is not None:
-            kept = dataclasses.asdict(self.ci_scores_)
-            tensors |= {f"scores.{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
-            meta["scores"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
+            found, meta["scores"] = checkpoint.pack_record("scores", self.ci_scores_)
+            tensors |= found
         checkpoint.save(run.root / "model", self.step_, tensors, meta)
         return run.root
 
@@ -87,8 +85,8 @@ class Pretrainer:
         self.model_ = model_from_weights(self.cfg, checkpoint.model_weights(saved.tensors))
         self.step_, self.history_, self.ci_scores_ = saved.step, [], None
         if "scores" in saved.meta:
-            kept: dict[str, Any] = {name.removeprefix("scores."): value for name, value in saved.tensors.items() if name.startswith("scores.")}
-            self.ci_scores_ = CIScores(**kept, **saved.meta["scores"])
+            plain = saved.meta["scores"]
+            self.ci_scores_ = checkpoint.unpack_record(CIScores, "scores", saved.tensors, plain)
         return self
 
     def _check_fitted(self) -> None:

@@ -6,10 +6,11 @@ verifies checksums and falls back to the newest checkpoint that is whole. Nothin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from cimage_dist.errors import UserError
 FORMAT = 1
 TENSORS, META = "state.safetensors", "state.json"
 log = logging.getLogger("cimage")
+Record = TypeVar("Record")
 
 
 class Checkpoint(NamedTuple):
@@ -138,3 +140,22 @@ def unpack_model(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> N
         model.load_state_dict(model_weights(tensors))
     except RuntimeError as error:
         raise UserError(f"Checkpoint {where} does not fit this config and graph: {' '.join(str(error).split())[:300]}") from None
+
+
+def pack_record(name: str, record: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A dataclass as (tensors named `<name>.<field>`, its other fields as plain values)."""
+    values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    tensors = {f"{name}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
+    return tensors, {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+
+
+def unpack_record(
+    kind: type[Record],
+    name: str,
+    tensors: dict[str, Tensor],
+    plain: dict[str, Any],
+) -> Record:
+    """The `kind` that `pack_record` took apart; `tensors` may hold others too."""
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+    return kind(**own, **plain)

@@ -279,7 +279,19 @@ class ClusterConfig:
 @dataclass
 class CIConfig:
     every_steps: int = opt(5, "optimiser steps between refreshes of the trusted set, the scores and the partition")
-    partition: Literal["ci", "random"] = opt("ci", "factors are parted by conditional-independence scores, or at random into halves (control)")
+    partition: Literal["ci", "random", "random_redrawn"] = opt(
+        "ci",
+        "how factors are split: by conditional-independence scores, or (controls, without labels) "
+        "into random halves, one for the whole run or a new one at every refresh",
+    )
+    normalize: bool = opt(
+        True,
+        "score factors of unit length (the paper's Z); false: as routing sums them",
+    )
+    average: float = opt(
+        0.5,
+        "HSIC statistics are averaged over refreshes, each weighing this much of the next; 0: off",
+    )
     features: Literal["channel", "factor_mean"] = opt(
         "channel", "HSIC on all K*c channels, averaged per factor afterwards (paper), or on K factor means (released code)"
     )
@@ -290,14 +302,20 @@ class CIConfig:
     pi: float = opt(0.5, "weight of the conditional term")
     conditional: Literal["constant", "stratified"] = opt("constant", "conditional term by the constant pi, or by within-class blocks (needs solver=nnlasso)")
     block_size: int = opt(20, "samples per HSIC block")
-    repeats: int = opt(3, "permutations of the sample")
+    repeats: Optional[int] = opt(
+        None,
+        "permutations of the sample; unset: at least 3, and as many as give 1,000 blocks",
+    )
     block_classes: Optional[int] = opt(None, "classes per block; unset: all (5 is advised for more than 20 classes)")
     max_samples: int = opt(20_000, "most samples of a refresh")
     diagnose_every: int = opt(4, "refreshes between full diagnostics of the partition; fewer in short runs")
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "repeats", "diagnose_every"):
+        for name in ("every_steps", "diagnose_every"):
             need(getattr(self, name) >= 1, f"ci.{name}", "must be at least 1", getattr(self, name))
+        if self.repeats is not None:
+            need(self.repeats >= 1, "ci.repeats", "must be at least 1", self.repeats)
+        need(0 <= self.average < 1, "ci.average", "must lie in [0, 1)", self.average)
         need(self.block_size >= 2, "ci.block_size", "must be at least 2", self.block_size)
         need(self.lam is None or self.lam >= 0, "ci.lam", "must not be negative", self.lam)
         need(self.target is None or self.target >= 1, "ci.target", "must be at least 1", self.target)

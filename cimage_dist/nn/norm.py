@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cimage_dist.nn.features import Features, project_rows
 from cimage_dist.types import FeatureMoments
 
 
@@ -53,49 +55,49 @@ class MomentsNorm(nn.Module):
 class BatchNorm(nn.BatchNorm1d):
     """Batch normalisation whose moments may be those of all ranks' rows together, on CPU and GPU alike (§2).
 
-    `reduce` sums a tensor over ranks with a gradient that sums too; None: this process's rows only.
+    Training normalises by the moments of the rows at hand and stores nothing. Eval mode uses the
+    moments that `settle` stored: an average over training steps would mix old weights and dropped
+    inputs into them. `reduce` sums a tensor over ranks with a gradient that sums too; None: this
+    process's rows only. y [n, D].
     """
 
     reduce: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, y: Tensor) -> Tensor:
-        if self.reduce is None or not self.training:
+        if not self.training:
             return super().forward(y)
+        if self.reduce is None:
+            return F.batch_norm(y, None, None, self.weight, self.bias, training=True, eps=self.eps)
         wide = y.to(torch.float64)
         packed = self.reduce(torch.cat([wide.sum(0), wide.square().sum(0), wide.new_full((1,), y.shape[0])]))
-        count = packed[-1]
-        mean, square = packed[:-1].view(2, -1) / count
+        mean, square = packed[:-1].view(2, -1) / packed[-1]
         variance = (square - mean.square()).clamp_min(0)
-        self._remember(mean.detach(), (variance * count / (count - 1).clamp_min(1)).detach())
         scale = (variance + self.eps).rsqrt().to(y.dtype) * self.weight
         return (y - mean.to(y.dtype)) * scale + self.bias
 
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        for kept, found in ((self.running_mean, mean), (self.running_var, variance)):
-            assert kept is not None and self.momentum is not None
-            kept.lerp_(found.to(kept.dtype), self.momentum)
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-
 
 @torch.no_grad()
-def settle(norm: nn.Module, linear: nn.Linear, x: Tensor, rows: int = 1 << 14) -> None:
-    """Give batch normalisation the moments that all nodes have under the weights as they are; other kinds of norm carry none. x [N, F].
+def settle(norm: nn.Module, linear: nn.Linear, x: Features, rows: int = 1 << 14) -> None:
+    """Store in batch normalisation the moments of y = W x + b over the rows of x.
 
-    For an encoder that was never trained: with the moments it starts from (0 and 1), the layer's bias outweighs the features.
+    `mean = (1/N) Σ_i y_i`, `variance = (1/(N-1)) Σ_i (y_i - mean)²`, without dropout, in double
+    precision. Other kinds of norm store no moments and are left alone. x [N, F], dense or sparse.
     """
     if not isinstance(norm, BatchNorm):
         return
-    total, square = (torch.zeros(linear.out_features, dtype=torch.float64) for _ in range(2))
-    for part in x.split(rows):
-        wide = linear(part.to(linear.weight.device, linear.weight.dtype)).double().cpu()
+    count, weight = x.shape[0], linear.weight
+    total, square = (weight.new_zeros(linear.out_features, dtype=torch.float64) for _ in range(2))
+    for part in x.split(rows) if isinstance(x, Tensor) else [x]:
+        if isinstance(part, Tensor):
+            part = part.to(weight.device)
+        wide = project_rows(part.to(weight.dtype), linear, 0.0, False).double()
         total += wide.sum(0)
         square += wide.square().sum(0)
-    mean = total / x.shape[0]
-    variance = (square / x.shape[0] - mean.square()).clamp_min(0) * x.shape[0] / max(1, x.shape[0] - 1)
-    for kept, found in ((norm.running_mean, mean), (norm.running_var, variance)):
-        assert kept is not None
-        kept.copy_(found)
+    mean = total / count
+    variance = (square / count - mean.square()).clamp_min(0) * count / max(1, count - 1)
+    for stored, found in ((norm.running_mean, mean), (norm.running_var, variance)):
+        assert stored is not None
+        stored.copy_(found)
 
 
 def make_norm(kind: str, linear: nn.Linear, dropout: float, moments: FeatureMoments | None) -> nn.Module:

@@ -18,6 +18,7 @@ from cimage_dist.plan.fake import Call
 from cimage_dist.plan.memory import Memory, estimate, refresh_rows, score_width
 from cimage_dist.plan.play import Played, Rows, play
 from cimage_dist.plan.sizes import GraphSize, graph_size, training_edges
+from cimage_dist.stats.hsic import repeats_for
 from cimage_dist.stats.kernels import packed_size
 
 _GB = 1e9
@@ -124,7 +125,7 @@ def _refresh(cfg: Config, size: GraphSize, played: Played) -> dict[str, Any] | N
         return None
     world, ci, width = cfg.resources.num_workers, cfg.ci, cfg.model.num_factors * cfg.model.factor_dim
     sample, bank = refresh_rows(cfg, size)
-    blocks = sample // ci.block_size * ci.repeats
+    blocks = sample // ci.block_size * repeats_for(sample, ci.block_size, ci.repeats)
     done = summarise(played.refresh, world)
     return {
         "every_steps": ci.every_steps,

@@ -110,6 +110,7 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
         Part("own rows of h and z", "host", "refresh", 8 * own * width),
         Part("gathered sample, three copies", "host", "refresh", 12 * sample * width),
         Part("gathered bank, three copies", "host", "refresh", 12 * bank * width),
+        Part("averaged HSIC statistics", "host", "always", 8 * score_width(cfg) ** 2),
         Part(
             "HSIC statistics and solver", "host", "refresh", 8 * 8 * score_width(cfg) ** 2 + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * score_width(cfg)
         ),

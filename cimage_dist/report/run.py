@@ -21,6 +21,7 @@ from cimage_dist.eval.report import changed_settings, footnotes, read_metrics, s
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
+from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.report import insight
 from cimage_dist.report.charts import Chart, bars, table
 from cimage_dist.report.page import section, write_page
@@ -189,8 +190,8 @@ def _factors(cfg: Config, graph: Graph, topology: Any, encoder: Any, gids: Tenso
     """Disentangled factors of some nodes, [n, K, c], as a refresh sees them."""
     device = next(encoder.parameters()).device
     embedder = SampledEmbedder(graph.x, topology, cfg, device) if cfg.sampler.fanouts else FullEmbedder(graph.features().to(device), topology)
-    h, _ = embedder(encoder, gids, 0)
-    return h.cpu()
+    h = embedder(encoder, gids, 0).h.cpu()
+    return normalize_factors(h) if cfg.ci.normalize else h
 
 
 def _embedding_charts(run: _Run, graph: Graph, topology: Any, kept: dict[str, Tensor] | None, points: int) -> list[Chart]:

@@ -53,7 +53,7 @@ def partition_charts(records: Records, num_factors: int) -> list[Chart]:
             curves(refreshes, {"hsic_given_labels": "this partition", "hsic_random": "random partitions"}),
         ),
         lines("Pseudo-labels from each side", "Accuracy of a ridge classifier on held-out trusted nodes.", "step", "accuracy", curves(refreshes, {"accuracy_f1": "from F1", "accuracy_f2": "from F2", "accuracy_both": "from both", "accuracy_majority": "majority"})),
-        lines("Stability and collapse", "Overlap of F1 with the one before (Jaccard), and the smallest variance of a factor in F2: near 0 it has collapsed.", "step", "", curves(refreshes, {"jaccard": "overlap", "variance_f2_min": "least variance in F2"})),
+        lines("Stability and collapse", "Overlap of F1 with the one before (Jaccard), and the smallest variance of a factor in F2: near 0 it has collapsed.", "step", "", curves(refreshes, {"jaccard_previous": "overlap", "jaccard_previous_chance": "overlap of random sets", "variance_f2_min": "least variance in F2"})),
     ]  # fmt: skip
 
 

@@ -5,6 +5,8 @@ Shapes: n sampled nodes over all ranks, K factors of c channels, C clusters, F1 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,6 @@ def describe_partition(
     gids: Tensor,
     scores: CIScores,
     *,
-    previous: CIScores | None = None,
     block_size: int = 20,
     repeats: int = 1,
     seed: int = 0,
@@ -37,7 +38,7 @@ def describe_partition(
     """Collective: the diagnostics of a partition over the union of all ranks' rows, computed on rank 0 and the same on every rank; of
     more than 4,096 rows a keyed sample is taken.
 
-    Keys: `ci/f1_size`, `ci/lam`, `ci/sigma2`, `ci/num_solves`; `ci/jaccard` with the previous partition (1 without one);
+    Keys: `ci/f1_size`, `ci/lam`, `ci/sigma2`, `ci/num_solves`;
     `ci/variance/<k>` per factor and `ci/variance_f2_min`, the collapse alarm; `ci/hsic_given_labels` and `ci/hsic_random`
     (see `conditional_hsic`; the second is the mean over random partitions of the same sizes); `ci/rank_f2` (see `mean_rank`) beside `ci/num_classes`;
     `ci/accuracy_f1`, `_f2`, `_both` (see `label_accuracy`) beside `ci/accuracy_majority`; `ci/silhouette` and `ci/own_centre` (see `separation`). Shapes: h [n_local, K, c], labels and gids [n_local].
@@ -49,12 +50,19 @@ def describe_partition(
     if comm.is_main:
         chosen = torch.argsort(keyed.bits(keyed.stream(seed, "diagnostics", 2), sample.gids))[:_MAX_ROWS].sort().values
         rows = sample.x[chosen].to(torch.float64).view(-1, num_factors, width)
-        out = _describe(rows, sample.labels[chosen], sample.gids[chosen], scores, previous, block_size, repeats, seed)
+        labels, gids = sample.labels[chosen], sample.gids[chosen]
+        out = _describe(rows, labels, gids, scores, block_size, repeats, seed)
     return comm.broadcast_object(out)
 
 
 def _describe(
-    h: Tensor, labels: Tensor, gids: Tensor, scores: CIScores, previous: CIScores | None, block_size: int, repeats: int, seed: int
+    h: Tensor,
+    labels: Tensor,
+    gids: Tensor,
+    scores: CIScores,
+    block_size: int,
+    repeats: int,
+    seed: int,
 ) -> dict[str, float]:
     first = scores.in_context.to(h.device)
     variance = h.var(dim=0, correction=0).mean(dim=1) if h.shape[0] else h.new_zeros(h.shape[1])
@@ -67,7 +75,6 @@ def _describe(
         "ci/lam": scores.lam,
         "ci/sigma2": scores.sigma2,
         "ci/num_solves": float(scores.num_solves),
-        "ci/jaccard": jaccard(scores.in_context, previous.in_context) if previous is not None else 1.0,
         "ci/variance_f2_min": float(variance[~first].min()) if bool((~first).any()) else 0.0,
         "ci/hsic_given_labels": conditional_hsic(h, labels, gids, first, **blocks),
         "ci/hsic_random": sum(conditional_hsic(h, labels, gids, draw, **blocks) for draw in draws) / _NUM_RANDOM,
@@ -86,6 +93,28 @@ def jaccard(a: Tensor, b: Tensor) -> float:
     """|A ∩ B| / |A ∪ B| of two boolean masks; 1 for two empty sets."""
     union = int((a | b).sum())
     return int((a & b).sum()) / union if union else 1.0
+
+
+def jaccard_chance(size_a: int, size_b: int, total: int) -> float:
+    """Expected Jaccard index of random subsets of the given sizes of a set of `total` elements.
+
+    `Σ_i P(i) i / (a + b - i)`, P the hypergeometric probability of i common elements; 1 for two
+    empty sets.
+    """
+    both = size_a + size_b
+    if both == 0:
+        return 1.0
+    expected = 0.0
+    for common in range(max(0, both - total), min(size_a, size_b) + 1):
+        ways = math.comb(size_a, common) * math.comb(total - size_a, size_b - common)
+        expected += ways / math.comb(total, size_b) * common / (both - common)
+    return expected
+
+
+def overlap(name: str, a: Tensor, b: Tensor) -> dict[str, float]:
+    """To log: `jaccard_<name>` of two contexts and its chance level. a, b bool [K]."""
+    chance = jaccard_chance(int(a.sum()), int(b.sum()), a.numel())
+    return {f"jaccard_{name}": jaccard(a, b), f"jaccard_{name}_chance": chance}
 
 
 def conditional_hsic(h: Tensor, labels: Tensor, gids: Tensor, first: Tensor, *, block_size: int = 20, repeats: int = 1, seed: int = 0) -> float:

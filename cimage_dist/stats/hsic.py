@@ -6,7 +6,7 @@ Shapes: n sampled nodes over all ranks, D features, B rows per block, M repeats,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ _GROUP_BLOCKS = 16  # of block_statistics: 7 MB of packed kernels in single prec
 _PANEL = 128  # columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512
 _STD_EPS = 1e-19
 _ROWS = 4096
+MIN_BLOCKS = 1000
+_MIN_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class HsicStats:
 
     G [D, D] mean normalised HSIC between features, b [D] with the labels, y2 of the labels with themselves. `coverage` [D] is the
     share of blocks in which the feature varies, i.e. diag(G) of the unconditional form; `repeats` is M after the single-block rule.
+    `weight` is the total weight of the refreshes averaged here, 1 for the newest (see `averaged`).
     """
 
     G: Tensor
@@ -43,6 +46,41 @@ class HsicStats:
     coverage: Tensor
     num_nonfinite: int = 0
     is_conditional: bool = False
+    weight: float = 1.0
+
+
+def averaged(past: HsicStats | None, new: HsicStats, decay: float) -> HsicStats:
+    """Exponential average over refreshes, `A_t = Σ_i decay^(t-i) S_i / Σ_i decay^(t-i)`.
+
+    Recursion: `W_t = 1 + decay·W_{t-1}`, `A_t = A_{t-1} + (S_t - A_{t-1}) / W_t`, for the means
+    G [D, D], b [D], y2, coverage [D] and the share of single-class blocks. Counts: of `new`.
+    """
+    if past is None or decay == 0:
+        return new
+    weight = 1.0 + decay * past.weight
+
+    def mean(old: Any, now: Any) -> Any:
+        return old + (now - old) / weight
+
+    return replace(
+        new,
+        G=mean(past.G, new.G),
+        b=mean(past.b, new.b),
+        y2=mean(past.y2, new.y2),
+        coverage=mean(past.coverage, new.coverage),
+        zero_label_fraction=mean(past.zero_label_fraction, new.zero_label_fraction),
+        weight=weight,
+    )
+
+
+def repeats_for(n: int, block_size: int, repeats: int | None = None) -> int:
+    """Permutations of n rows: as given, else at least 3 and as many as give MIN_BLOCKS blocks.
+
+    The noise of a permutation falls with the number of blocks: a small sample needs more of them.
+    """
+    if repeats is not None:
+        return repeats
+    return max(_MIN_REPEATS, -(-MIN_BLOCKS // max(n // block_size, 1)))
 
 
 class Sample(NamedTuple):
@@ -91,7 +129,7 @@ def block_statistics(
     *,
     seed: int,
     block_size: int = 20,
-    repeats: int = 3,
+    repeats: int | None = 3,
     block_classes: int | None = None,
     dtype: torch.dtype | None = None,
     comm: Comm | None = None,
@@ -102,12 +140,14 @@ def block_statistics(
     their standard deviation over the whole sample (ddof 0). One all-reduce of D² + D + 2 doubles.
     Kernels and their products are computed in the features' precision (or `dtype`) for a fixed number of blocks at a time, whose sums are added in
     double: each rank takes every W-th such group, so a group's sum does not depend on W.
+    `repeats` None: see `repeats_for`.
     Shapes: features [n_local, D], labels and gids int64 [n_local]; n_local may be 0.
     """
     comm = comm or Comm()
     sample = gather_sample(features, labels, gids, comm)
     num_rows, width = sample.x.shape
     num_classes = int(sample.labels.unique().numel())
+    repeats = repeats_for(num_rows, block_size, repeats)
     blocks = draw_blocks(sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats, block_classes=block_classes)
     num_blocks = blocks.shape[0]
     used_repeats = repeats if num_blocks > 1 else 1
@@ -149,7 +189,7 @@ def conditional_statistics(
     *,
     seed: int,
     block_size: int = 20,
-    repeats: int = 3,
+    repeats: int | None = 3,
     comm: Comm | None = None,
 ) -> HsicStats:
     """Collective: statistics of the stratified ablation, `G_eff = 2 (G - G_cond)`, for the non-negative lasso only (§6.4).
@@ -160,6 +200,7 @@ def conditional_statistics(
     """
     comm = comm or Comm()
     stats = block_statistics(features, labels, gids, seed=seed, block_size=block_size, repeats=repeats, comm=comm)
+    repeats = repeats_for(stats.n, block_size, repeats)
     if stats.num_nonfinite or stats.num_blocks == 0:
         return replace(stats, is_conditional=True)
     sample = gather_sample(features, labels, gids, comm)

@@ -105,9 +105,9 @@ def _check(stats: HsicStats, num_factors: int, features: Features, lam: float | 
 def _choose(
     stats: HsicStats, num_factors: int, features: Features, lam: float | str, target: int, solver: Solver, inner: Inner, previous: CIScores | None, seed: int
 ) -> CIScores:
-    refusal = _refusal(stats)
-    if refusal is not None:
-        status, reason = refusal
+    refused = refusal(stats)
+    if refused is not None:
+        status, reason = refused
         return _without_solve(stats, num_factors, previous, seed, status, reason)
     if num_factors == 1:
         return _result(_Trial(0.0, None, torch.ones(1, dtype=torch.float64)), stats, 0, "single-factor", "one factor cannot be split")
@@ -220,7 +220,7 @@ def _rescale(solve: _Solves, lam: float) -> tuple[_Trial, str]:
     return trial, f"lambda {'halved' if is_empty else 'doubled'} {steps} times from {lam:g}" if steps else ""
 
 
-def _refusal(stats: HsicStats) -> tuple[str, str] | None:
+def refusal(stats: HsicStats) -> tuple[str, str] | None:
     """Status and reason when the data cannot decide, else None."""
     if stats.num_nonfinite or not bool(torch.isfinite(stats.G).all() and torch.isfinite(stats.b).all()):
         return "skipped-nonfinite", f"{stats.num_nonfinite} values of the sampled embeddings are NaN or infinite"

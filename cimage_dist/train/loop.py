@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler
@@ -23,15 +24,16 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.store import Graph
 from cimage_dist.nn.encoder import Encoder
-from cimage_dist.nn.features import compact
-from cimage_dist.nn.model import CimageModel, build_model, needs_moments
-from cimage_dist.nn.norm import BatchNorm
+from cimage_dist.nn.features import Features, compact
+from cimage_dist.nn.model import CimageModel, build_model, needs_moments, norm_kind
+from cimage_dist.nn.norm import BatchNorm, settle
+from cimage_dist.stats.hsic import HsicStats
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
 from cimage_dist.train.initial import initial_labels
 from cimage_dist.train.labels import LabelSet
 from cimage_dist.train.meter import Meter
-from cimage_dist.train.refresh import Refresher, random_scores
+from cimage_dist.train.refresh import Refresher, random_scores, redrawn_scores
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import PseudoLabels, objective, train_step
 from cimage_dist.types import CIScores, Topology
@@ -41,6 +43,7 @@ Validator = Callable[[CimageModel], dict[str, float]]
 
 _LABELS = "pseudo-labels"
 _TEACHER = "teacher."
+_SETTLE_ROWS = 100_000  # of a sampled run: enough for a mean and a variance per channel
 # The option has another name since torch 2.13.
 _UNSHARED_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if TorchVersion(torch.__version__) >= "2.13" else "broadcast_buffers": False}
 SHOWN = ("loss", "structure", "factor", "cluster", "redundancy")
@@ -79,13 +82,13 @@ class Trainer:
             for part in (self.model.structure, self.model.factors):
                 if part is not None:
                     part.compile()
-        self.batches, self.embedder = self._data()
+        self.batches, self.embedder, self.clean = self._data()
         self.wrapped: nn.Module = self.model
         if comm.world > 1:
             norm = self.model.encoder.norm
             if cfg.sampler.fanouts and isinstance(norm, BatchNorm):
                 norm.reduce = comm.grad_sum
-            # Buffers are shared after each step (below), so that embeddings between two steps agree too; most are constant anyway.
+            # Buffers are constant, or the same function of weights and rows on each rank (settle).
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, **_UNSHARED_BUFFERS)
         optim = cfg.optim
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True)
@@ -100,12 +103,30 @@ class Trainer:
         self.best_score = -math.inf
         self.best_step = 0
 
-    def _data(self) -> tuple[Batches, Embedder]:
+    def _data(self) -> tuple[Batches, Embedder, Features]:
+        """Batches, the embedder, and the features [n, F] that batch normalisation settles on."""
         cfg, rows = self.cfg, self.graph.x
         if cfg.sampler.fanouts:
-            return SampledBatches(rows, self.topology, cfg, self.comm, self.device), SampledEmbedder(rows, self.topology, cfg, self.device)
+            batches = SampledBatches(rows, self.topology, cfg, self.comm, self.device)
+            embedder = SampledEmbedder(rows, self.topology, cfg, self.device)
+            return batches, embedder, self._some_rows()
         x = compact(self.graph.features().to(self.device, torch.get_default_dtype()))
-        return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology)
+        return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology), x
+
+    def _some_rows(self) -> Tensor:
+        """A keyed sample of the features, the same on every rank; empty if no norm needs it."""
+        gids = torch.arange(self.graph.num_nodes if norm_kind(self.cfg) == "batch" else 0)
+        share = keyed.uniform(keyed.stream(self.cfg.run.seed, "refresh-sample", -1), gids)
+        chosen = gids[share < _SETTLE_ROWS / max(gids.numel(), 1)]
+        return torch.from_numpy(np.asarray(self.graph.x[chosen.numpy()]))
+
+    def settle(self) -> None:
+        """Give batch normalisation the moments of the clean features under the current weights.
+
+        Called before anything that runs the encoder in eval mode or stores it; training steps
+        neither read nor change these moments. The same on every rank, as weights and rows are.
+        """
+        settle(self.model.encoder.norm, self.model.encoder.linear, self.clean)
 
     @property
     def total_batches(self) -> int:
@@ -116,6 +137,7 @@ class Trainer:
         return math.ceil(self.total_batches / self.cfg.train.accumulate)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        self.settle()
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
         tensors = checkpoint.pack_model(self.model) | slots
         if self.teacher is not None:
@@ -126,10 +148,12 @@ class Trainer:
         if self.best_step:
             meta["best"] = {"score": self.best_score, "step": self.best_step}
         if self.scores is not None:
-            kept = {f.name: getattr(self.scores, f.name) for f in dataclasses.fields(self.scores)}
-            tensors |= {f"scores.{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
-            meta["scores"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
+            found, meta["scores"] = checkpoint.pack_record("scores", self.scores)
+            tensors |= found
             meta["refresh_failures"] = self.refresher.failures if self.refresher else 0
+        if self.refresher is not None and self.refresher.average is not None:
+            found, meta["average"] = checkpoint.pack_record("average", self.refresher.average)
+            tensors |= found
         return tensors, meta
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -147,16 +171,26 @@ class Trainer:
         if saved.meta["best"]:
             self.best_score, self.best_step = saved.meta["best"]["score"], saved.meta["best"]["step"]
         if saved.meta["scores"]:
-            kept: dict[str, Any] = {name.removeprefix("scores."): value for name, value in saved.tensors.items() if name.startswith("scores.")}
-            self.scores = CIScores(**kept, **saved.meta["scores"])
+            plain = saved.meta["scores"]
+            self.scores = checkpoint.unpack_record(CIScores, "scores", saved.tensors, plain)
             if self.refresher is not None:
                 self.refresher.failures = saved.meta["refresh_failures"]
+        if self.refresher is not None and saved.meta.get("average"):
+            plain = saved.meta["average"]
+            found = checkpoint.unpack_record(HsicStats, "average", saved.tensors, plain)
+            self.refresher.average = found
         self.step = saved.step
 
     def refresh(self) -> dict[str, Any] | None:
         """Collective: rebuild the partition when it is due; what to log, or None."""
-        if self.refresher is None or self.step % self.cfg.ci.every_steps:
+        if self.step % self.cfg.ci.every_steps or self.cfg.loss.factor_weight == 0:
             return None
+        if self.cfg.ci.partition == "random_redrawn":
+            self.scores, metrics = redrawn_scores(self.cfg, self.step, self.scores)
+            return metrics
+        if self.refresher is None:
+            return None
+        self.settle()
         self.scores, metrics = self.refresher(self.model.encoder, self.step, self.scores)
         return metrics
 
@@ -177,7 +211,6 @@ class Trainer:
             self.labels,
             teacher,
         )
-        self._share_running_statistics()
         self._average_teacher()
         self.step += 1
         return terms
@@ -185,11 +218,12 @@ class Trainer:
     def _taught(self, gids: Tensor, number: int) -> Tensor:
         """The teacher's factors of nodes on the unmasked graph, [n, K, C]."""
         assert self.teacher is not None
+        settle(self.teacher.norm, self.teacher.linear, self.clean)
         return self.embedder(self.teacher, gids, number).z
 
     @torch.no_grad()
     def _average_teacher(self) -> None:
-        """teacher <- m·teacher + (1 - m)·encoder, weights and running moments alike."""
+        """teacher <- m·teacher + (1 - m)·encoder, in its weights."""
         if self.teacher is None:
             return
         for kept, now in zip(
@@ -201,13 +235,6 @@ class Trainer:
                 kept.lerp_(now, 1 - self.cfg.loss.teacher_momentum)
             else:
                 kept.copy_(now)
-
-    def _share_running_statistics(self) -> None:
-        """Collective: rank 0's running moments for all. Each rank drops other inputs, so its own would give other embeddings."""
-        norm = self.model.encoder.norm
-        if self.comm.world > 1 and isinstance(norm, nn.BatchNorm1d):
-            for buffer in norm.buffers():
-                buffer.copy_(self.comm.broadcast(buffer))
 
     def remaining(self) -> Iterator[list[StepBatch]]:
         """The batches of each step to come, as they are made."""
@@ -232,6 +259,7 @@ def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: 
         sink.tick(trainer.step, trainer.total_steps, {"loss": float(terms["structure"])}, "initial labels")
         if signum := _agree(sink, comm, False)[0]:
             raise Interrupted(signum, 0)
+    trainer.settle()
     return trainer.model.encoder, trainer.embedder
 
 
@@ -248,26 +276,32 @@ def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink:
 
 
 def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
-    """Collective: what the losses need before the first step: initial labels (kept by the sink), or the random control."""
+    """Collective: what the losses need before the first step.
+
+    Initial labels, which the sink stores, or a random half for the whole run; nothing for halves
+    that are drawn at each refresh.
+    """
     cfg, graph, comm = trainer.cfg, trainer.graph, trainer.comm
     if not cfg.loss.uses_partition:
         return
-    is_random = cfg.ci.partition == "random"
-    if is_random:
+    by_score = cfg.ci.partition == "ci"
+    if cfg.ci.partition == "random":
         trainer.scores = random_scores(cfg.model.num_factors, cfg.run.seed)
-        if not cfg.loss.is_conditional:
-            return
+    if not by_score and not cfg.loss.is_conditional:
+        return
     kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
     if kept is None:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
         kept = {"labels": found.labels, "confidence": found.confidence}
         sink.store(_LABELS, kept)
+    labels, confidence = kept["labels"], kept["confidence"]
     if cfg.loss.is_conditional:
-        found_labels = kept["labels"].to(trainer.device, torch.int32)
-        trainer.labels = PseudoLabels(found_labels, int(found_labels.max()) + 1)
-    if is_random:
-        return
-    trainer.refresher = Refresher(cfg, kept["labels"], kept["confidence"], trainer.embedder, comm, trainer.total_steps)
+        given = labels.to(trainer.device, torch.int32)
+        trainer.labels = PseudoLabels(given, int(given.max()) + 1)
+    if by_score:
+        trainer.refresher = Refresher(
+            cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
+        )
 
 
 def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validator | None = None) -> Trainer:
@@ -336,6 +370,7 @@ def _reduce(terms: dict[str, Tensor], cfg: Config, comm: Comm, step: int) -> dic
 
 def _validate(trainer: Trainer, validate: Validator, sink: Sink) -> bool:
     """Collective: score by validation data; rank 0 decides whether this is the best so far."""
+    trainer.settle()
     trainer.model.eval()
     scores = trainer.comm.broadcast_object(validate(trainer.model))
     sink.log("val", trainer.step, scores)

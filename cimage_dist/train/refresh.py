@@ -1,4 +1,4 @@
-"""The refresh: every few steps the trusted set is rebuilt and the factors are scored and parted anew (§1, §6, §8)."""
+"""The refresh: every few steps the trusted set is rebuilt and factors are scored (§1, §6, §8)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.nn.encoder import Encoder
-from cimage_dist.stats.diagnostics import describe_partition
+from cimage_dist.nn.routing import normalize_factors
+from cimage_dist.stats.diagnostics import describe_partition, overlap
 from cimage_dist.stats.grouped import class_quota, smallest_per_group
-from cimage_dist.stats.hsic import block_statistics, conditional_statistics
-from cimage_dist.stats.partition import choose_partition, random_half, score_features
+from cimage_dist.stats.hsic import HsicStats, averaged, block_statistics, conditional_statistics
+from cimage_dist.stats.partition import choose_partition, random_half, refusal, score_features
 from cimage_dist.stats.pseudolabels import grow_confident, select_confident
 from cimage_dist.train.embedder import Embedder
 from cimage_dist.types import CIScores
@@ -30,6 +31,22 @@ def random_scores(num_factors: int, seed: int) -> CIScores:
     """The control: a random half of the factors as the first context, for the whole run."""
     chosen = random_half(num_factors, seed)
     return CIScores(chosen.double(), chosen, 0.0, 0.0, chosen.double(), 0, "random-half", "control")
+
+
+def redrawn_scores(
+    cfg: Config,
+    step: int,
+    previous: CIScores | None,
+) -> tuple[CIScores, dict[str, Any]]:
+    """The other control: a new random half, keyed by seed and step, and what to log."""
+    scores = random_scores(cfg.model.num_factors, keyed.derive(cfg.run.seed, step))
+    return scores, {"status": scores.status} | _context(scores, previous)
+
+
+def _context(scores: CIScores, previous: CIScores | None) -> dict[str, Any]:
+    """The factors of F1, and their overlap with those of the refresh before."""
+    found = {} if previous is None else overlap("previous", scores.in_context, previous.in_context)
+    return {"context": scores.in_context.nonzero().squeeze(-1).tolist()} | found
 
 
 def diagnosis_interval(cfg: Config, num_steps: int) -> int:
@@ -54,6 +71,7 @@ class Refresher:
         )
         self.num_clusters = int(labels.max()) + 1
         self.failures = 0
+        self.average: HsicStats | None = None  # over the refreshes that decided something
         if cfg.sampler.fanouts:
             self._thin_out()
 
@@ -71,7 +89,13 @@ class Refresher:
         return smallest_per_group(keyed.uniform(key, self.gids), self.gids, groups, class_quota(sizes, limit), self.comm)
 
     def __call__(self, encoder: Encoder, step: int, previous: CIScores | None) -> tuple[CIScores, dict[str, Any]]:
-        """Collective: (scores and partition, what to log). Embeddings that are not finite change nothing; three times in a row is an error (§6.7)."""
+        """Collective: (scores and partition, what to log). Embeddings that are not finite change
+        nothing; three times in a row is an error (§6.7).
+
+        Logged at every refresh: `jaccard_previous` of F1 with the one before. When diagnosing also
+        `jaccard_permutations`: F1 is solved again with blocks drawn independently at this step
+        (earlier refreshes in the average are shared). Each with its chance level for these sizes.
+        """
         cfg, comm = self.cfg, self.comm
         began = time.perf_counter()
         h, z = self.embedder(encoder, self.gids, step)
@@ -95,15 +119,27 @@ class Refresher:
         )
         sample = self._at_most(torch.where(grown.mask, self.labels, -1), cfg.ci.max_samples, keyed.stream(cfg.run.seed, "refresh-sample", step))
         rows, labels, gids = h[sample], self.labels[sample], self.gids[sample]
-        scores = self._score(rows, labels, gids, step, previous)
+        if cfg.ci.normalize:
+            rows = normalize_factors(rows)
+        past, fresh = self.average, self._statistics(rows, labels, gids, step)
+        is_decided = refusal(fresh) is None
+        stats = averaged(past, fresh, cfg.ci.average) if is_decided else fresh
+        if is_decided and cfg.ci.average:
+            self.average = stats
+        scores = self._partition(stats, previous)
         metrics: dict[str, Any] = {"confident": int(comm.sum(grown.mask.sum())), "grown": grown.added, "status": scores.status}
         metrics |= {f"mu_norm/{c}": value for c, value in enumerate(grown.mu_norms.tolist())}
-        metrics["context"] = scores.in_context.nonzero().squeeze(-1).tolist()
+        metrics |= _context(scores, previous)
         metrics["scores"] = scores.scores.tolist()
         metrics["seconds"] = time.perf_counter() - began
         if (step // cfg.ci.every_steps) % self.diagnose_every == 0:
-            found = describe_partition(rows, labels, gids, scores, previous=previous, block_size=cfg.ci.block_size, seed=cfg.run.seed, comm=comm)
+            options: dict[str, Any] = {"block_size": cfg.ci.block_size, "seed": cfg.run.seed}
+            found = describe_partition(rows, labels, gids, scores, comm=comm, **options)
             metrics |= {name.removeprefix("ci/"): value for name, value in found.items()}
+            if is_decided:
+                fresh = self._statistics(rows, labels, gids, step, draw=1)
+                again = self._partition(averaged(past, fresh, cfg.ci.average), previous)
+                metrics |= overlap("permutations", scores.in_context, again.in_context)
         return scores, metrics
 
     def _skip(self, step: int, previous: CIScores | None, bad: int) -> tuple[CIScores, dict[str, Any]]:
@@ -118,14 +154,25 @@ class Refresher:
         context = scores.in_context.nonzero().squeeze(-1).tolist()
         return scores, {"status": scores.status, "failures": self.failures, "nonfinite": bad, "context": context}
 
-    def _score(self, rows: Tensor, labels: Tensor, gids: Tensor, step: int, previous: CIScores | None) -> CIScores:
-        cfg, comm = self.cfg, self.comm
-        features = score_features(rows, cfg.ci.features)
-        common: dict[str, Any] = {"seed": keyed.derive(cfg.run.seed, step), "block_size": cfg.ci.block_size, "repeats": cfg.ci.repeats, "comm": comm}
-        if cfg.ci.conditional == "stratified":
-            stats = conditional_statistics(features, labels, gids, **common)
-        else:
-            stats = block_statistics(features, labels, gids, block_classes=cfg.ci.block_classes, **common)
+    def _statistics(
+        self,
+        rows: Tensor,
+        labels: Tensor,
+        gids: Tensor,
+        step: int,
+        draw: int = 0,
+    ) -> HsicStats:
+        """Collective: HSIC of the rows [n, K, c] in blocks of this step, others for each `draw`."""
+        ci, key = self.cfg.ci, keyed.derive(self.cfg.run.seed, step, *([draw] if draw else []))
+        features = score_features(rows, ci.features)
+        common: dict[str, Any] = {"seed": key, "repeats": ci.repeats, "comm": self.comm}
+        common["block_size"] = ci.block_size
+        if ci.conditional == "stratified":
+            return conditional_statistics(features, labels, gids, **common)
+        return block_statistics(features, labels, gids, block_classes=ci.block_classes, **common)
+
+    def _partition(self, stats: HsicStats, previous: CIScores | None) -> CIScores:
+        cfg = self.cfg
         return choose_partition(
             stats,
             cfg.model.num_factors,
@@ -137,5 +184,5 @@ class Refresher:
             pi=cfg.ci.pi,
             previous=previous,
             seed=cfg.run.seed,
-            comm=comm,
+            comm=self.comm,
         )

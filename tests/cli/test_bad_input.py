@@ -51,6 +51,8 @@ CONFIG: list[tuple[str, str | None, list[str], list[str]]] = [
         ["loss.structure_weight", "loss.factor_weight", "loss.cluster_weight", "loss.redundancy_weight", "all be 0"],
     ),
     ("unknown probe", None, ["pretrain", "eval.probe=forest"], ["eval.probe", "forest"]),
+    ("average without an end", None, ["pretrain", "ci.average=1"], ["ci.average", "[0, 1)", "1"]),
+    ("unknown control", None, ["pretrain", "ci.partition=redrawn"], ["ci.partition", "redrawn"]),
     ("settings at odds", None, ["pretrain", "train.select=val"], ["train.select", "train.validate_every"]),
     ("yaml absent", None, ["pretrain", "settings.yaml"], ["not found: settings.yaml", "configs/", "key=value"]),
     ("yaml broken", "train: [1, 2\n", ["pretrain", "settings.yaml"], ["settings.yaml cannot be read as yaml", "line 2"]),

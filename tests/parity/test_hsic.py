@@ -10,7 +10,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.stats.diagnostics import describe_partition
-from cimage_dist.stats.hsic import HsicStats, block_statistics, conditional_statistics
+from cimage_dist.stats.hsic import HsicStats, averaged, block_statistics, conditional_statistics
 from cimage_dist.stats.partition import choose_partition
 from tests.procs import run_ranks
 
@@ -51,12 +51,14 @@ def refresh(comm: Comm) -> dict[str, Any]:
     stats = block_statistics(x, labels[mine], gids[mine], seed=4, comm=comm)
     conditional = conditional_statistics(x, labels[mine], gids[mine], seed=4, comm=comm)
     classes = block_statistics(x, labels[mine], gids[mine], seed=4, block_classes=2, comm=comm)
+    many = block_statistics(x, labels[mine], gids[mine], seed=5, repeats=None, comm=comm)
+    average = averaged(stats, many, 0.5)
     scores = choose_partition(stats, K, comm=comm)
     lasso = choose_partition(conditional, K, target=3, comm=comm)
     report = describe_partition(h[mine], labels[mine], gids[mine], scores, comm=comm)
     partitions = [scores.in_context.tolist(), lasso.in_context.tolist()]
     return {
-        "stats": [arrays(s) for s in (stats, conditional, classes)],
+        "stats": [arrays(s) for s in (stats, conditional, classes, many, average)],
         "partitions": partitions,
         "lam": scores.lam,
         "report": report,

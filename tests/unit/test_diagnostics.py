@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 import torch
 
-from cimage_dist.stats.diagnostics import conditional_hsic, describe_partition, jaccard, label_accuracy, mean_rank, separation
+from cimage_dist.stats.diagnostics import (
+    conditional_hsic,
+    describe_partition,
+    jaccard,
+    jaccard_chance,
+    label_accuracy,
+    mean_rank,
+    separation,
+)
 from cimage_dist.types import CIScores
 
 
@@ -27,15 +36,14 @@ def sample(n: int = 1200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CIS
 
 def test_report_of_a_known_partition() -> None:
     h, labels, gids, scores = sample()
-    before = replace(scores, in_context=torch.tensor([True, False, True, False]))
-    out = describe_partition(h, labels, gids, scores, previous=before)
+    out = describe_partition(h, labels, gids, scores)
     assert all(isinstance(value, float) for value in out.values())
-    assert out["ci/f1_size"] == 2 and out["ci/num_classes"] == 3 and out["ci/num_solves"] == 3 and out["ci/jaccard"] == pytest.approx(1 / 3)
+    assert out["ci/f1_size"] == 2 and out["ci/num_classes"] == 3 and out["ci/num_solves"] == 3
     assert out["ci/variance/0"] == pytest.approx(float(h[:, 0].double().var(dim=0, correction=0).mean())) and out["ci/variance_f2_min"] == 0.0
     assert out["ci/accuracy_f1"] > 0.95 and out["ci/accuracy_both"] > 0.95
     assert abs(out["ci/accuracy_f2"] - 1 / 3) < 0.08 and abs(out["ci/accuracy_majority"] - 1 / 3) < 0.05
     assert out["ci/hsic_given_labels"] > 0.2  # factor 2 repeats the noise of factor 0
-    assert out == describe_partition(h.flip(0), labels.flip(0), gids.flip(0), scores, previous=before)
+    assert out == describe_partition(h.flip(0), labels.flip(0), gids.flip(0), scores)
 
 
 def test_conditional_hsic_is_zero_for_conditionally_independent_contexts() -> None:
@@ -53,7 +61,7 @@ def test_empty_contexts_and_too_few_rows() -> None:
     h, labels, gids, scores = sample(60)
     for first in (torch.zeros(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool)):
         out = describe_partition(h, labels, gids, replace(scores, in_context=first))
-        assert out["ci/hsic_given_labels"] == 0.0 and out["ci/jaccard"] == 1.0
+        assert out["ci/hsic_given_labels"] == 0.0
     assert conditional_hsic(h[:10].double(), labels[:10], gids[:10], scores.in_context) == 0.0
     assert describe_partition(h[:0], labels[:0], gids[:0], scores)["ci/accuracy_majority"] == 0.0
 
@@ -80,6 +88,14 @@ def test_accuracy_uses_held_out_rows() -> None:
 def test_jaccard() -> None:
     a, b = torch.tensor([True, True, False]), torch.tensor([False, True, True])
     assert jaccard(a, b) == pytest.approx(1 / 3) and jaccard(a, a) == 1.0 and jaccard(~(a | ~a), ~(a | ~a)) == 1.0
+
+
+def test_chance_level_of_jaccard_is_the_mean_over_all_pairs_of_sets() -> None:
+    for size_a, size_b in ((2, 3), (4, 4), (1, 5), (0, 2)):
+        pairs = list(product(combinations(range(6), size_a), combinations(range(6), size_b)))
+        overlaps = [len(set(a) & set(b)) / len(set(a) | set(b)) for a, b in pairs]
+        assert jaccard_chance(size_a, size_b, 6) == pytest.approx(sum(overlaps) / len(pairs))
+    assert jaccard_chance(0, 0, 6) == 1.0 and jaccard_chance(6, 6, 6) == 1.0
 
 
 def test_separation_of_clusters():

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from cimage_dist.errors import UserError
-from cimage_dist.stats.hsic import HsicStats, block_statistics, class_blocks, conditional_statistics, draw_blocks
+from cimage_dist.stats.hsic import (
+    HsicStats,
+    averaged,
+    block_statistics,
+    class_blocks,
+    conditional_statistics,
+    draw_blocks,
+    repeats_for,
+)
 from cimage_dist.stats.kernels import centred_delta, centred_gaussian
 from tests import reference
 
@@ -138,3 +146,33 @@ def test_nonfinite_and_empty_samples_are_reported() -> None:
     assert block_statistics(x, labels, gids, seed=0).num_nonfinite == 1
     empty = block_statistics(x[:0], labels[:0], gids[:0], seed=0)
     assert isinstance(empty, HsicStats) and empty.n == 0 and empty.num_blocks == 0 and float(empty.G.abs().max()) == 0.0
+
+
+def test_average_over_refreshes_weighs_them_by_powers_of_the_decay() -> None:
+    generator = torch.Generator().manual_seed(3)
+    labels, x = torch.arange(100) % 3, torch.randn(100, 4, generator=generator)
+    gids = torch.arange(100)
+    found = [block_statistics(x + i * labels[:, None], labels, gids, seed=i) for i in range(4)]
+    average = None
+    for stats in found:
+        average = averaged(average, stats, 0.5)
+    assert average is not None and average.weight == 1.875
+    weight = torch.tensor([0.125, 0.25, 0.5, 1.0], dtype=torch.float64) / 1.875
+    for name in ("G", "b", "coverage"):
+        expected = (torch.stack([getattr(s, name) for s in found], dim=-1) * weight).sum(-1)
+        torch.testing.assert_close(getattr(average, name), expected, rtol=0, atol=1e-12)
+    expected_y2 = sum(w * s.y2 for w, s in zip(weight.tolist(), found, strict=True))
+    assert average.y2 == pytest.approx(expected_y2)
+    assert (average.n, average.num_blocks) == (found[-1].n, found[-1].num_blocks)
+    assert averaged(found[0], found[1], 0.0) is found[1]
+
+
+@pytest.mark.parametrize(("n", "expected"), [(400, 50), (450, 46), (20_000, 3), (10, 1000)])
+def test_small_samples_are_permuted_more_often(n: int, expected: int) -> None:
+    assert repeats_for(n, 20) == expected and repeats_for(n, 20, 7) == 7
+
+
+def test_unset_repeats_give_enough_blocks() -> None:
+    x = torch.randn(210, 2, generator=torch.Generator().manual_seed(0))
+    stats = block_statistics(x, torch.arange(210) % 3, torch.arange(210), seed=0, repeats=None)
+    assert (stats.repeats, stats.num_blocks) == (100, 1000)

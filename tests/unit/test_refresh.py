@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from cimage_dist import checkpoint
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.errors import UserError
+from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.train import loop, refresh
@@ -78,7 +80,8 @@ def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small
         assert record["confident"] >= 45 and {f"mu_norm/{c}" for c in range(3)} <= record.keys()
     for name in (
         "f1_size",
-        "jaccard",
+        "jaccard_permutations",
+        "jaccard_permutations_chance",
         "lam",
         "sigma2",
         "variance/3",
@@ -90,6 +93,11 @@ def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small
         "accuracy_both",
     ):
         assert name in found[0]
+    assert "jaccard_previous" not in found[0]
+    for old, new in pairwise(found):
+        a, b = set(old["context"]), set(new["context"])
+        assert new["jaccard_previous"] == len(a & b) / len(a | b)
+        assert 0 < new["jaccard_previous_chance"] < 1
     json.dumps(found, allow_nan=False)  # finite, and plain enough for metrics.jsonl
     assert trainer.scores is not None and trainer.scores.in_context.nonzero().squeeze(-1).tolist() == found[-1]["context"]
 
@@ -103,6 +111,22 @@ def test_the_random_control_computes_no_labels_and_never_changes(store_dir, smal
     assert trainer.scores is not None and torch.equal(trainer.scores.in_context, random_scores(4, cfg.run.seed).in_context)
     assert int(trainer.scores.in_context.sum()) == 2
     assert sink.records[-1]["factor"] > 0
+
+
+def test_the_redrawn_control_needs_no_labels(store_dir, small_sbm, monkeypatch):
+    monkeypatch.setattr(loop, "initial_labels", lambda *args: pytest.fail("labels were computed"))
+    cfg = config(store_dir, "ci.partition=random_redrawn", "model.num_factors=10")
+    sink, twin = MemorySink(), MemorySink()
+    trainer = worker(cfg, Comm(), sink, small_sbm)
+    found = [r for r in sink.records if r["kind"] == "ci"]
+    assert [r["step"] for r in found] == [0, 4, 8] and sink.stored == {}
+    assert all(len(r["context"]) == 5 and r["status"] == "random-half" for r in found)
+    assert len({tuple(r["context"]) for r in found}) == 3 and "jaccard_previous" in found[1]
+    assert trainer.scores is not None
+    assert trainer.scores.in_context.nonzero().squeeze(-1).tolist() == found[-1]["context"]
+    worker(cfg, Comm(), twin, small_sbm)
+    again = [r for r in twin.records if r["kind"] == "ci"]
+    assert again == found
 
 
 def test_no_factor_weight_no_labels(store_dir, small_sbm, monkeypatch):
@@ -199,7 +223,7 @@ def test_the_sampled_regime_looks_at_no_more_than_the_limit(store_dir):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refresh, "block_statistics", spy)
         _, record = refresher(None, 0, None)  # type: ignore[arg-type]
-    assert embedder.asked[0].numel() == 400 and scored == [200]
+    assert embedder.asked[0].numel() == 400 and set(scored) == {200}
     assert record["grown"] == 200 and record["confident"] == 400  # threshold -1: every candidate joins
 
 
@@ -231,7 +255,7 @@ def test_every_way_of_scoring_runs_inside_a_refresh(extra, store_dir):
 
 
 def embeddings_between_steps(comm: Comm, store_dir: Path) -> np.ndarray:
-    """What the ranks would give a refresh after two steps with dropout: batch normalisation has seen other rows on every rank."""
+    """What the ranks would give a refresh after two steps; dropout differs between ranks."""
     torch.set_num_threads(1)
     cfg = config(store_dir, "model.dropout=0.5", "loss.factor_weight=0")
     graph = open_graph(cfg.data)
@@ -239,9 +263,115 @@ def embeddings_between_steps(comm: Comm, store_dir: Path) -> np.ndarray:
     batches = trainer.remaining()
     for _ in range(2):
         trainer.advance(next(batches))
+    trainer.settle()
     return trainer.embedder(trainer.model.encoder, torch.arange(graph.num_nodes), 2).h.numpy()
 
 
 def test_ranks_embed_alike_between_steps(store_dir, small_sbm):
     first, second = run_ranks(embeddings_between_steps, 2, store_dir)
     np.testing.assert_array_equal(first, second)
+
+
+class Scaled(FixedEmbedder):
+    """Every node's factors times a number of its own, as a sum over its neighbours would be."""
+
+    def __call__(self, encoder: Encoder, gids: torch.Tensor, step: int) -> Encoding:
+        h, z = super().__call__(encoder, gids, step)
+        return Encoding(h * (1 + gids % 50).view(-1, 1, 1), z)
+
+
+def test_unit_factors_do_not_depend_on_the_length_of_rows(store_dir):
+    scores: dict[tuple[str, bool], torch.Tensor] = {}
+    for normalize in ("true", "false"):
+        for is_scaled in (False, True):
+            refresher, embedder = made(config(store_dir, f"ci.normalize={normalize}"))
+            if is_scaled:
+                embedder.__class__ = Scaled
+            encoder: Any = None
+            scores[normalize, is_scaled] = refresher(encoder, 0, None)[0].scores
+    torch.testing.assert_close(scores["true", True], scores["true", False], rtol=0, atol=1e-3)
+    assert not torch.allclose(scores["false", True], scores["false", False], rtol=0, atol=1e-3)
+
+
+def test_only_refreshes_that_decide_enter_the_average(store_dir, monkeypatch):
+    refresher = poisoned(config(store_dir), {8: np.nan})
+    encoder: Any = None
+    scores, _ = refresher(encoder, 0, None)
+    first = refresher.average
+    assert first is not None and first.weight == 1.0
+    scores, _ = refresher(encoder, 4, scores)
+    second = refresher.average
+    assert second is not None and second.weight == 1.5 and not torch.equal(second.G, first.G)
+    scores, record = refresher(encoder, 8, scores)
+    assert record["status"] == "skipped-nonfinite" and refresher.average is second
+    original = refresh.block_statistics
+
+    def one_class(*args: Any, **options: Any) -> Any:
+        return replace(original(*args, **options), num_classes=1)
+
+    monkeypatch.setattr(refresh, "block_statistics", one_class)
+    scores, record = refresher(encoder, 12, scores)
+    assert record["status"] == "kept-previous" and refresher.average is second
+
+
+def test_without_an_average_refreshes_stand_alone(store_dir):
+    alone, _ = made(config(store_dir, "ci.average=0"))
+    scores, _ = alone(None, 0, None)  # type: ignore[arg-type]
+    later, _ = alone(None, 4, scores)  # type: ignore[arg-type]
+    fresh, _ = made(config(store_dir, "ci.average=0"))
+    assert alone.average is None
+    assert torch.equal(later.omega, fresh(None, 4, scores)[0].omega)  # type: ignore[arg-type]
+
+
+class StopAfter(LocalSink):
+    """Receives a signal after some steps."""
+
+    left = 6
+
+    def stop_signal(self) -> int:
+        self.left -= 1
+        return 15 if self.left == 0 else 0
+
+
+@pytest.mark.parametrize("partition", ["ci", "random_redrawn"])
+def test_resumed_refreshes_are_bit_exact(partition, store_dir, small_sbm, tmp_path):
+    """Stopped between two refreshes: average, partition and moments come from the checkpoint."""
+    cfg = config(store_dir, f"ci.partition={partition}", "ci.average=0.8", "model.dropout=0.3")
+    cfg.cluster.init = "propagated"
+    for name in ("whole", "parts"):
+        if name == "parts":
+            with StopAfter(RunDir(tmp_path / name), cfg.run) as sink, pytest.raises(Interrupted):
+                worker(cfg, Comm(), sink, small_sbm)
+        with LocalSink(RunDir(tmp_path / name), cfg.run) as sink:
+            worker(cfg, Comm(), sink, small_sbm)
+    a, b = (checkpoint.load_latest(tmp_path / name / "ckpt") for name in ("whole", "parts"))
+    assert a is not None and b is not None and a.step == b.step == 11 and a.meta == b.meta
+    assert ("average.G" in a.tensors) == (partition == "ci")
+    if partition == "ci":
+        assert a.meta["average"]["weight"] == pytest.approx(1 + 0.8 + 0.64)
+    torch.testing.assert_close(a.tensors, b.tensors, rtol=0, atol=0)
+
+
+SAMPLED = ["sampler.fanouts=[3,3]", "model.norm=batch", "train.epochs=1"]
+
+
+@pytest.mark.parametrize("extra", [[], SAMPLED], ids=["full", "sampled"])
+def test_stored_moments_are_those_of_the_clean_features(extra, store_dir, small_sbm):
+    """Whatever dropout did in training; a refresh and validation see them too."""
+    cfg = config(store_dir, "model.dropout=0.8", "train.validate_every=5", *extra)
+    seen: list[torch.Tensor] = []
+    clean = small_sbm.features()
+
+    def moments_of(model: Any) -> dict[str, float]:
+        y = model.encoder.linear(clean)
+        torch.testing.assert_close(model.encoder.norm.running_mean, y.mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.encoder.norm.running_var, y.var(0), rtol=1e-4, atol=1e-5)
+        seen.append(y)
+        return {"score": float(y.detach().sum())}
+
+    trainer = worker(cfg, Comm(), MemorySink(), small_sbm, moments_of)
+    moments_of(trainer.model)
+    trainer.advance(next(iter(Trainer(cfg, small_sbm, small_sbm.topology(), Comm()).remaining())))
+    trainer.settle()
+    moments_of(trainer.model)
+    assert len(seen) >= 3
