@@ -111,23 +111,23 @@ class DataConfig:
 @dataclass
 class ModelConfig:
     num_factors: int = opt(16, "K, number of latent factors")
-    factor_dim: int = opt(32, "c, channels per factor; the embedding has K*c columns")
-    init: Literal["random", "pca"] = opt("random", "start of the projection: random, or the principal directions of the features, rotated")
+    factor_dim: int = opt(0, "c, channels per factor; the embedding has K*c columns; 0: 32, or fewer where that is more than the features")
+    init: Literal["random", "pca"] = opt("pca", "start of the projection: random, or the principal directions of the features, rotated")
     hidden: int = opt(0, "hidden width of the projection, the appendix's 'encoder hidden dim.'; 0: one linear layer")
-    propagation: Literal["routing", "gcn"] = opt("routing", "layers after the projection: neighbourhood routing (paper), or plain GCN smoothing")
-    teleport: float = opt(0.0, "alpha, share of the node's own projected factors mixed back in after every layer")
-    dropout: float = opt(0.5, "dropout on the input features")
+    propagation: Literal["routing", "gcn"] = opt("gcn", "layers after the projection: neighbourhood routing (paper), or plain GCN smoothing")
+    teleport: float = opt(0.2, "alpha, share of the node's own projected factors mixed back in after every layer")
+    dropout: float = opt(0.0, "dropout on the input features")
     norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
         "auto", "normalisation of the projection's first layer; auto: none with init=pca, else batch on the full graph, moments when sampled"
     )
-    num_layers: int = opt(3, "routing layers")
+    num_layers: int = opt(10, "layers after the projection, as many hops")
     routing_iterations: int = opt(4, "T, iterations inside a routing layer")
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
     routing_init: Literal["uniform", "self"] = opt("uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)")
     routing_final_norm: bool = opt(False, "normalise after the last iteration (paper) or not (released code)")
     routing_grad: Literal["full", "last"] = opt("full", "differentiate all iterations, or the final aggregation only")
     routing_backend: Literal["auto", "fused", "reference"] = opt("auto", "how routing is computed: fused loops where there are any, or plain tensor operations")
-    tail: bool = opt(True, "one parameter-free GCN smoothing of the routed factors")
+    tail: bool = opt(False, "routing: one GCN smoothing after the last layer (released code)")
     structure_hidden: int = opt(32, "hidden width of the edge decoder")
     structure_layers: int = opt(2, "linear layers of the edge decoder")
     structure_dropout: float = opt(0.2, "dropout in the edge decoder")
@@ -136,28 +136,37 @@ class ModelConfig:
     factor_dropout: float = opt(0.2, "dropout in the factor decoder")
 
     def __post_init__(self) -> None:
-        for name in ("num_factors", "factor_dim", "num_layers", "routing_iterations", "structure_hidden", "structure_layers", "factor_hidden", "factor_layers"):
+        for name in ("num_factors", "num_layers", "routing_iterations", "structure_hidden", "structure_layers", "factor_hidden", "factor_layers"):
             need(getattr(self, name) >= 1, f"model.{name}", "must be at least 1", getattr(self, name))
         for name in ("dropout", "structure_dropout", "factor_dropout", "teleport"):
             need(0 <= getattr(self, name) < 1, f"model.{name}", "must lie in [0, 1)", getattr(self, name))
+        need(self.factor_dim >= 0, "model.factor_dim", "must not be negative", self.factor_dim)
+        need(not (self.tail and self.propagation == "gcn"), "model.tail", "is for model.propagation=routing; GCN layers smooth already", self.tail)
         need(self.hidden >= 0, "model.hidden", "must not be negative", self.hidden)
         need(self.init == "random" or not self.hidden, "model.hidden", "must be 0 with model.init=pca, which starts one linear layer", self.hidden)
         need(self.routing_temperature > 0, "model.routing_temperature", "must be positive", self.routing_temperature)
 
 
+    def sized(self, num_features: int) -> ModelConfig:
+        """With factor_dim as it is used: 32, or as many as keep K*c within the features, at least 4."""
+        if self.factor_dim:
+            return self
+        return dataclasses.replace(self, factor_dim=max(4, min(32, num_features // self.num_factors)))
+
+
 @dataclass
 class MaskConfig:
-    start_rate: float = opt(0.7, "share of nodes (or edges) from which a masking walk starts")
+    start_rate: float = opt(0.2, "share of nodes (or edges) from which a masking walk starts")
     walk_length: int = opt(3, "steps of each masking walk")
     start: Literal["node", "edge"] = opt("node", "walks start from nodes, or from the sources of edges")
-    symmetric: bool = opt(False, "hide both directions of a masked edge; recommended for large graphs")
+    symmetric: bool = opt(True, "hide both directions of a masked edge; recommended for large graphs")
     hide_rate: float = opt(
-        0.0,
+        0.5,
         "full graph: share of the edges left visible by the walks that each view hides as well, "
         "drawn at every step; sampled: see sampler.hide_rate",
     )
     feature_rate: float = opt(
-        0.0, "share of the feature columns that each view sets to zero, drawn at every step"
+        0.3, "share of the feature columns that each view sets to zero, drawn at every step"
     )
 
     def __post_init__(self) -> None:
@@ -185,7 +194,7 @@ class LossConfig:
         0.99, "share of the averaged copy that a step keeps (factor_target=teacher)"
     )
     redundancy_weight: float = opt(
-        0.0, "weight of the redundancy loss; above 0 each step encodes a second view"
+        1.0, "weight of the redundancy loss; above 0 each step encodes a second view"
     )
     redundancy_decorrelation: float = opt(
         1e-3, "mu, weight of the decorrelation of channels in the redundancy loss"
@@ -345,12 +354,12 @@ class SamplerConfig:
 
 @dataclass
 class OptimConfig:
-    lr_max: float = opt(0.01, "learning rate at the start, or after each restart")
-    lr_min: float = opt(0.001, "learning rate at the end of the run, or of each cosine period")
-    schedule: Literal["cosine", "restarts"] = opt("restarts", "cosine: once from lr_max to lr_min over the run; restarts: cosine periods (released code)")
+    lr_max: float = opt(0.003, "learning rate at the start, or after each restart")
+    lr_min: float = opt(0.0, "learning rate at the end of the run, or of each cosine period")
+    schedule: Literal["cosine", "restarts"] = opt("cosine", "cosine: once from lr_max to lr_min over the run; restarts: cosine periods (released code)")
     t0_steps: int = opt(10, "restarts: optimiser steps of the first cosine period")
     t_mult: int = opt(2, "restarts: each period is this many times the one before")
-    weight_decay: float = opt(5e-5, "Adam's L2 penalty")
+    weight_decay: float = opt(0.0, "Adam's L2 penalty")
     clip_norm: float = opt(1.0, "gradient norm is clipped here; 0 turns clipping off")
 
     def __post_init__(self) -> None:
@@ -364,7 +373,7 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
-    epochs: int = opt(100, "passes; on the full graph one epoch is one mask, almost always one step")
+    epochs: int = opt(30, "passes; on the full graph one epoch is one mask, almost always one step")
     batch_edges: int = opt(65_536, "masked edges per optimiser step on the full graph")
     validate_every: int = opt(0, "steps between validation scores during training; 0: never")
     validate_by: Literal["auto", "node", "link"] = opt("auto", "validation score: probe accuracy or link AUC; auto: link when edges are held out")

@@ -84,7 +84,7 @@ def make_plan(cfg: Config, model: CimageModel, step: int, graph: Graph, nodes: N
     rows = graph.num_nodes if nodes is None else len(nodes)
     return Plan(
         rows=rows,
-        width=cfg.model.num_factors * cfg.model.factor_dim,
+        width=model.encoder.cfg.num_factors * model.encoder.cfg.factor_dim,
         part_rows=part_size(rows, part_rows),
         passes=num_stages(cfg.model) if nodes is None else 1,
         keeps_start=nodes is None and cfg.model.teleport > 0,

@@ -47,7 +47,7 @@ class Encoder(nn.Module):
         moments: FeatureMoments | None = None,
     ) -> None:
         super().__init__()
-        self.cfg = cfg
+        self.cfg = cfg = cfg.sized(num_features)
         width = cfg.num_factors * cfg.factor_dim
         self.linear = nn.Linear(num_features, cfg.hidden or width)
         self.norm = make_norm(norm, self.linear, cfg.dropout, moments)

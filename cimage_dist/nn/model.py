@@ -62,8 +62,8 @@ class CimageModel(nn.Module):
     def __init__(self, num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> None:
         super().__init__()
         self.encoder = Encoder(num_features, cfg.model, norm_kind(cfg), moments)
-        self.structure = StructureDecoder(cfg.model) if cfg.loss.structure_weight > 0 else None
-        self.factors = FactorDecoder(cfg.model) if cfg.loss.factor_weight > 0 else None
+        self.structure = StructureDecoder(self.encoder.cfg) if cfg.loss.structure_weight > 0 else None
+        self.factors = FactorDecoder(self.encoder.cfg) if cfg.loss.factor_weight > 0 else None
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ _GB = 1e9
 def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
     """Check the config, play a few steps of it, and scale them up. `memory_gb`: what a worker may use (on its device, where that is a GPU)."""
     size = graph_size(cfg.data)
+    cfg = dataclasses.replace(cfg, model=cfg.model.sized(size.features))
     edges = training_edges(size, cfg.data)
     check(cfg, size, edges)
     batches_per_epoch = _batches_per_epoch(cfg, size, edges)
