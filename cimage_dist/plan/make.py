@@ -145,7 +145,8 @@ def _refresh(cfg: Config, size: GraphSize, played: Played) -> dict[str, Any] | N
 def _redundancy(cfg: Config, rows: Rows) -> dict[str, Any] | None:
     """The redundancy loss's own work on the worker with the largest share, per batch of n rows.
 
-    Plain: a product of 2nD² flops per view and pass, 8nD². Conditional, with half the channels in F1: one product of nD²/2 per view and two in the backward pass, 3nD².
+    Plain: a product of 2nD² flops per view and pass, 8nD². Conditional, with half the channels in
+    F1: one product of nD²/2 per view forward and two backward, 3nD².
     """
     if cfg.loss.redundancy_weight == 0:
         return None

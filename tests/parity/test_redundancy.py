@@ -113,7 +113,10 @@ def train(comm: Comm, name: str, store_dir: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+SLOW = [pytest.param("full, conditional", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name", ["full", "sampled", "sampled, alone", *SLOW])
 def test_two_views_train_alike_on_any_number_of_ranks(name, store_dir, small_sbm):
     alone = train(Comm(), name, store_dir)
     assert len(alone["loss"]) >= 20 and min(map(abs, alone["redundancy"])) > 1e-3
