@@ -166,7 +166,7 @@ class MaskConfig:
         "drawn at every step; sampled: see sampler.hide_rate",
     )
     feature_rate: float = opt(
-        0.3, "share of the feature columns that each view sets to zero, drawn at every step"
+        0.2, "share of the feature columns that each view sets to zero, drawn at every step"
     )
 
     def __post_init__(self) -> None:
@@ -450,6 +450,34 @@ class ResourcesConfig:
         for name in ("min_workers", "threads", "max_failures"):
             need(getattr(self, name) >= 0, f"resources.{name}", "must not be negative", getattr(self, name))
         need(self.min_workers <= self.num_workers, "resources.min_workers", f"must not exceed resources.num_workers ({self.num_workers})", self.min_workers)
+
+
+def describe_objective(cfg: Config) -> str:
+    """What a run trains, in words: "redundancy + 0.2 edges + 0.1 factors (ci)"."""
+    loss = cfg.loss
+    given = "" if loss.redundancy == "plain" else " given pseudo-labels"
+    terms = {
+        f"redundancy{given}": loss.redundancy_weight,
+        "edges": loss.structure_weight,
+        "modularity": loss.cluster_weight,
+        f"factors ({cfg.ci.partition})": loss.factor_weight,
+    }
+    shown = [
+        name if weight == 1 else f"{weight:g} {name}" for name, weight in terms.items() if weight
+    ]
+    return " + ".join(shown)
+
+
+def describe_encoder(cfg: Config, num_features: int) -> str:
+    """The encoder in words, with the width that the features led to."""
+    model = cfg.model.sized(num_features)
+    width = model.num_factors * model.factor_dim
+    why = "" if cfg.model.factor_dim else f" (by the {num_features:,} features)"
+    return (
+        f"{model.num_factors} factors x {model.factor_dim} channels = width {width}{why}, "
+        f"{model.init} start, {model.num_layers} {model.propagation} layers, "
+        f"teleport {model.teleport:g}"
+    )
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cimage_dist import artifacts, stages
 from cimage_dist.artifacts import RunDir
-from cimage_dist.config import Config, DataConfig, fingerprint, run_dir
+from cimage_dist.config import Config, DataConfig, describe_objective, fingerprint, run_dir
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import STEPS, choose, pagerank_features, principal_components, smooth_features
 from cimage_dist.eval.links import dot_score, link_scores
@@ -166,4 +166,4 @@ def best_controls(controls: dict[str, dict[str, Any]], width: int) -> dict[str, 
 
 def _facts(cfg: Config, graph: Graph, links: LinkSplit | None) -> dict[str, Any]:
     held = f"{cfg.data.link_val_ratio:.0%} and {cfg.data.link_test_ratio:.0%} of the edges were held out of training" if links else "trained on all edges"
-    return {"graph": graph.name, "fingerprint": fingerprint(cfg), "seed": cfg.run.seed, "edges": held}
+    return {"graph": graph.name, "fingerprint": fingerprint(cfg), "seed": cfg.run.seed, "edges": held, "objective": describe_objective(cfg)}

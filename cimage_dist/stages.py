@@ -18,7 +18,13 @@ from torch import Tensor
 from cimage_dist import artifacts, checkpoint, embedding, environment
 from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.config import (
+    Config,
+    describe_encoder,
+    describe_objective,
+    fingerprint,
+    run_dir,
+)
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.embedding import PART_ROWS, Execute, Tick
 from cimage_dist.errors import UserError
@@ -178,6 +184,8 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
         "steps": saved.step,
         "steps_now": saved.step - outcome.first_step,
         "seconds": round(time.perf_counter() - began, 2),
+        "objective": describe_objective(cfg),
+        "encoder": describe_encoder(cfg, graph.num_features),
         "edges_trained_on": topology.num_edges // 2,
         "edges_held_out": (graph.num_edges - topology.num_edges) // 2,
         "best": saved.meta["best"],
@@ -192,14 +200,21 @@ def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
     return worker(cfg, comm, sink, graph, make_validator(cfg, graph, topology, links))
 
 
+def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
+    """Say what is about to be trained, what was chosen for this graph, and what cannot be scored."""
+    progress.note(f"objective: {describe_objective(cfg)}")
+    progress.note(f"encoder: {describe_encoder(cfg, graph.num_features)}")
+    if reason := why_unvalidated(cfg, graph):
+        progress.note(reason)
+
+
 def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
     """Train in this process and write the run directory; a finished run is left alone. Returns the summary."""
     graph = graph or open_graph(cfg.data)
     with summarised(cfg, graph) as outcome, LocalSink(outcome.run, cfg.run, progress=progress) as sink:
         if outcome.first_step:
             progress.note(f"resuming {outcome.run.root} from step {outcome.first_step}")
-        if reason := why_unvalidated(cfg, graph):
-            progress.note(reason)
+        announce(cfg, graph, progress)
         train(cfg, Comm(), sink, graph)
     return outcome.summary
 

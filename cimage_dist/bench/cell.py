@@ -25,7 +25,7 @@ from cimage_dist.sweep.views import view_scores
 from cimage_dist.train.progress import Progress
 
 Train = Callable[[Config, Progress, Graph], dict[str, Any]]
-_KEPT = ("node", "cluster", "link", "controls_best", "graph", "fingerprint", "seed", "step", "edges")
+_KEPT = ("node", "cluster", "link", "controls_best", "graph", "fingerprint", "seed", "step", "edges", "objective")
 _KEPT_OF_CONTROLS = ("node", "cluster", "link", "width", "hops", "alpha", "of", "chosen_by")
 
 

@@ -69,6 +69,8 @@ def _choice_notes(result: dict[str, Any]) -> list[str]:
 
 def footnotes(result: dict[str, Any]) -> list[str]:
     notes = [f"graph {result.get('graph', '?')}, seed {result.get('seed', '?')}, {result.get('edges', '')}"]
+    if result.get("run_dir"):
+        notes.append(f"trained: {result.get('objective', '?')}")
     if result.get("link") is None:
         notes.append(f"no link scores: {result.get('link_reason', 'not asked for')}")
     elif result.get("controls"):

@@ -30,7 +30,6 @@ from cimage_dist.config import Config, run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 from cimage_dist.eval.report import read_metrics
-from cimage_dist.eval.validation import why_unvalidated
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.runtime.ray_session import start_ray, uses_gpu
 from cimage_dist.runtime.storage_check import check_storage
@@ -226,8 +225,7 @@ def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
         res = cfg.resources
         workers = f"{res.min_workers} to {res.num_workers}" if 0 < res.min_workers < res.num_workers else str(res.num_workers)
         progress.note(f"training on {workers} Ray workers into {outcome.run.root}")
-        if reason := why_unvalidated(cfg, graph):
-            progress.note(reason)
+        stages.announce(cfg, graph, progress)
         follower = Follower(outcome.run, progress)
         follower.start()
         try:
