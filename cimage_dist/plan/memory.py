@@ -99,6 +99,7 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
         embedding = 4 * size.nodes * 4 * width
     method = method_for(cfg.cluster.init, size.nodes)
     is_converted = method in WHOLE_FEATURES and cfg.data.feature_dtype == "float16"
+    averaged = 8 * score_width(cfg) ** 2 if ci.average else 0
     fitted = min(size.nodes / world, _FIT_ROWS if size.nodes <= _FIT_ROWS else _ASSIGN_ROWS)
     return [
         Part("labels and confidence of all nodes", "host", "set-up" if cfg.sampler.fanouts else "always", 24 * size.nodes),
@@ -110,7 +111,7 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
         Part("own rows of h and z", "host", "refresh", 8 * own * width),
         Part("gathered sample, three copies", "host", "refresh", 12 * sample * width),
         Part("gathered bank, three copies", "host", "refresh", 12 * bank * width),
-        Part("averaged HSIC statistics", "host", "always", 8 * score_width(cfg) ** 2),
+        Part("averaged HSIC statistics", "host", "always", averaged),
         Part(
             "HSIC statistics and solver", "host", "refresh", 8 * 8 * score_width(cfg) ** 2 + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * score_width(cfg)
         ),
