@@ -179,9 +179,9 @@ class MaskConfig:
 
 @dataclass
 class LossConfig:
-    structure_weight: float = opt(1.0, "weight of the edge loss; 0: there is no edge decoder")
-    factor_weight: float = opt(0.0, "lambda1, weight of the factor reconstruction; 0: no pseudo-labels and no conditional-independence scores are computed")
-    cluster_weight: float = opt(0.0, "lambda2, weight of the modularity loss; negative reverses its sign (ablation)")
+    structure_weight: float = opt(0.1, "weight of the edge loss; 0: there is no edge decoder")
+    factor_weight: float = opt(0.1, "lambda1, weight of the factor reconstruction; 0: no pseudo-labels and no conditional-independence scores are computed")
+    cluster_weight: float = opt(0.01, "lambda2, weight of the modularity loss; negative reverses its sign (ablation)")
     sce_power: int = opt(1, "tau, power of the scaled cosine error")
     factor_direction: Literal["paper", "code"] = opt("paper", "paper: scored factors predict the others; code: the reverse")
     factor_cosine: Literal["flat", "per_factor"] = opt("flat", "one cosine per node over all hidden factors (paper), or one per factor (released code)")
@@ -258,8 +258,9 @@ class LossConfig:
 @dataclass
 class ClusterConfig:
     init: Literal["selfkmeans", "rdgae", "dinknet", "propagated", "auto", "file"] = opt(
-        "auto",
-        "initial labels: k-means on an encoder trained with the edge loss alone, R-DGAE, Dink-Net, k-means on smoothed features, by size, or a file",
+        "propagated",
+        "initial labels: k-means on smoothed features, on an encoder trained with the edge loss alone (selfkmeans), R-DGAE, Dink-Net, "
+        "R-DGAE or Dink-Net by size (auto), or a file",
     )
     labels_path: Optional[str] = opt(
         None,
@@ -287,7 +288,7 @@ class ClusterConfig:
 
 @dataclass
 class CIConfig:
-    every_steps: int = opt(5, "optimiser steps between refreshes of the trusted set, the scores and the partition")
+    every_steps: int = opt(10, "optimiser steps between refreshes of the trusted set, the scores and the partition")
     partition: Literal["ci", "random", "random_redrawn"] = opt(
         "ci",
         "how factors are split: by conditional-independence scores, or (controls, without labels) "
@@ -313,7 +314,7 @@ class CIConfig:
     block_size: int = opt(20, "samples per HSIC block")
     repeats: Optional[int] = opt(
         None,
-        "permutations of the sample; unset: at least 3, and as many as give 1,000 blocks",
+        "permutations of the sample; unset: at least 3, and as many as give 500 blocks",
     )
     block_classes: Optional[int] = opt(None, "classes per block; unset: all (5 is advised for more than 20 classes)")
     max_samples: int = opt(20_000, "most samples of a refresh")

@@ -21,7 +21,7 @@ _GROUP_BLOCKS = 16  # of block_statistics: 7 MB of packed kernels in single prec
 _PANEL = 128  # columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512
 _STD_EPS = 1e-19
 _ROWS = 4096
-MIN_BLOCKS = 1000
+MIN_BLOCKS = 500
 _MIN_REPEATS = 3
 
 
