@@ -120,7 +120,7 @@ class ModelConfig:
     norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
         "auto", "normalisation of the projection's first layer; auto: none with init=pca, else batch on the full graph, moments when sampled"
     )
-    num_layers: int = opt(10, "layers after the projection, as many hops")
+    num_layers: int = opt(5, "layers after the projection, as many hops")
     routing_iterations: int = opt(4, "T, iterations inside a routing layer")
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
     routing_init: Literal["uniform", "self"] = opt("uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)")
