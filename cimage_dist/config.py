@@ -146,7 +146,6 @@ class ModelConfig:
         need(self.init == "random" or not self.hidden, "model.hidden", "must be 0 with model.init=pca, which starts one linear layer", self.hidden)
         need(self.routing_temperature > 0, "model.routing_temperature", "must be positive", self.routing_temperature)
 
-
     def sized(self, num_features: int) -> ModelConfig:
         """With factor_dim as it is used: 32, or as many as keep K*c within the features, at least 4."""
         if self.factor_dim:
@@ -218,6 +217,10 @@ class LossConfig:
         """The edge loss alone: what the encoder behind the first pseudo-labels is trained with."""
         target: Any = "self" if self.factor_target == "teacher" else self.factor_target
         return LossConfig(
+            structure_weight=1.0,
+            factor_weight=0.0,
+            cluster_weight=0.0,
+            redundancy_weight=0.0,
             sce_power=self.sce_power,
             factor_direction=self.factor_direction,
             factor_cosine=self.factor_cosine,
