@@ -146,7 +146,6 @@ class ModelConfig:
         need(self.init == "random" or not self.hidden, "model.hidden", "must be 0 with model.init=pca, which starts one linear layer", self.hidden)
         need(self.routing_temperature > 0, "model.routing_temperature", "must be positive", self.routing_temperature)
 
-
     def sized(self, num_features: int) -> ModelConfig:
         """With factor_dim as it is used: 32, or as many as keep K*c within the features, at least 4."""
         if self.factor_dim:
@@ -218,6 +217,10 @@ class LossConfig:
         """The edge loss alone: what the encoder behind the first pseudo-labels is trained with."""
         target: Any = "self" if self.factor_target == "teacher" else self.factor_target
         return LossConfig(
+            structure_weight=1.0,
+            factor_weight=0.0,
+            cluster_weight=0.0,
+            redundancy_weight=0.0,
             sce_power=self.sce_power,
             factor_direction=self.factor_direction,
             factor_cosine=self.factor_cosine,
@@ -358,6 +361,9 @@ class OptimConfig:
     lr_max: float = opt(0.003, "learning rate at the start, or after each restart")
     lr_min: float = opt(0.0, "learning rate at the end of the run, or of each cosine period")
     schedule: Literal["cosine", "restarts"] = opt("cosine", "cosine: once from lr_max to lr_min over the run; restarts: cosine periods (released code)")
+    schedule_epochs: int = opt(
+        0, "cosine: epochs after which the rate is lr_min; 0: train.epochs"
+    )
     t0_steps: int = opt(10, "restarts: optimiser steps of the first cosine period")
     t_mult: int = opt(2, "restarts: each period is this many times the one before")
     weight_decay: float = opt(0.0, "Adam's L2 penalty")
@@ -366,6 +372,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         need(self.lr_max > 0, "optim.lr_max", "must be positive", self.lr_max)
         need(0 <= self.lr_min <= self.lr_max, "optim.lr_min", "must lie between 0 and optim.lr_max", self.lr_min)
+        epochs = self.schedule_epochs
+        need(epochs >= 0, "optim.schedule_epochs", "must not be negative", epochs)
         need(self.t0_steps >= 1, "optim.t0_steps", "must be at least 1", self.t0_steps)
         need(self.t_mult >= 1, "optim.t_mult", "must be at least 1", self.t_mult)
         need(self.weight_decay >= 0, "optim.weight_decay", "must not be negative", self.weight_decay)
@@ -514,6 +522,7 @@ _NOT_SCIENCE = ("run", "resources")
 # Keys younger than the first fingerprints: at these values they leave a fingerprint as it was.
 _ADDED_LATER = {
     ("train", "accumulate"): 1,
+    ("optim", "schedule_epochs"): 0,
     ("mask", "hide_rate"): 0.0,
     ("mask", "feature_rate"): 0.0,
     ("loss", "structure_weight"): 1.0,

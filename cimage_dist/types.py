@@ -110,6 +110,11 @@ class FeatureMoments:
     cov: Tensor | None
     cov_factor: Tensor | None
 
+    def as_stored(self) -> FeatureMoments:
+        """With the covariance in the precision that a store keeps it in, single."""
+        kept = [None if part is None else part.float().double() for part in (self.cov, self.cov_factor)]
+        return FeatureMoments(self.mean, self.sqmean, *kept)
+
 
 @dataclass(frozen=True)
 class Mean:

@@ -13,6 +13,28 @@ from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from tests.conftest import small_sbm_settings
 
+# The routing encoder of the paper, its mask and its schedule, for tests that are about them.
+ROUTING = [
+    "model.init=random",
+    "model.propagation=routing",
+    "model.teleport=0",
+    "model.num_layers=3",
+    "model.factor_dim=32",
+    "model.tail=true",
+    "model.dropout=0.5",
+    "mask.start_rate=0.7",
+    "mask.symmetric=false",
+    "mask.hide_rate=0",
+    "mask.feature_rate=0",
+    "loss.structure_weight=1",
+    "loss.redundancy_weight=0",
+    "optim.schedule=restarts",
+    "optim.lr_max=0.01",
+    "optim.lr_min=0.001",
+    "optim.weight_decay=5e-5",
+    "train.epochs=100",
+]
+
 
 @functools.cache
 def _loaded(overrides: tuple[str, ...]) -> Config:

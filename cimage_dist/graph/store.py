@@ -114,7 +114,7 @@ class Graph:
             step = max(1, _ROWS // max(1, self.num_features))
             for start in range(0, self.num_nodes, step):
                 moments.add(self.x[start : start + step])
-            return moments.finish()
+            return moments.finish().as_stored()
         mean, sqmean, cov, factor = (self._moment_file(name) for name in MOMENT_FILES)
         assert mean is not None and sqmean is not None
         return FeatureMoments(mean, sqmean, cov, factor)

@@ -111,7 +111,7 @@ def _write_features(chunks: Iterator[Array], num_nodes: int, normalize: str, dty
 
 
 def _write_moments(moments: FeatureMoments, out: Path) -> list[str]:
-    """Mean and second moment in float64; the covariance, which is the large one, in float32."""
+    """Mean and second moment in float64; the covariance, which is the large one, in float32 (`FeatureMoments.as_stored`)."""
     parts = (moments.mean, moments.sqmean, moments.cov, moments.cov_factor)
     names = []
     for name, part, dtype in zip(MOMENT_FILES, parts, (np.float64, np.float64, np.float32, np.float32), strict=True):

@@ -35,9 +35,20 @@ def hand_over(source: Path, target: Path, optim: OptimConfig) -> None:
 
 
 def _with_settings(meta: dict[str, Any], optim: OptimConfig) -> dict[str, Any]:
-    """The cosine's place in its period stays; its ends are the new ones."""
-    schedule = meta["scheduler"] | {"base_lrs": [optim.lr_max] * len(meta["scheduler"]["base_lrs"]), "eta_min": optim.lr_min}
+    """The cosine's place in its period stays; its ends are the new ones.
+
+    Without restarts the rate is a function of the step, which training sets when it goes on.
+    """
+    count = len(meta["scheduler"]["base_lrs"])
+    schedule = meta["scheduler"] | {"base_lrs": [optim.lr_max] * count}
+    fixed = {"initial_lr": optim.lr_max, "weight_decay": optim.weight_decay}
+    if optim.schedule == "cosine":
+        return meta | {
+            "scheduler": schedule,
+            "optimizer": [group | fixed for group in meta["optimizer"]],
+        }
+    schedule["eta_min"] = optim.lr_min
     share = (1 + math.cos(math.pi * schedule["T_cur"] / schedule["T_i"])) / 2
     now = optim.lr_min + (optim.lr_max - optim.lr_min) * share
-    groups = [group | {"lr": now, "initial_lr": optim.lr_max, "weight_decay": optim.weight_decay} for group in meta["optimizer"]]
+    groups = [group | fixed | {"lr": now} for group in meta["optimizer"]]
     return meta | {"scheduler": schedule | {"_last_lr": [now] * len(groups)}, "optimizer": groups}

@@ -13,10 +13,16 @@ from cimage_dist.sweep.space import dotlist
 
 
 def trial_config(root: Path, trial: Trial) -> Config:
-    """The sweep's base config with the trial's values, seed and directory."""
-    own = {"run.seed": trial.seed, "run.dir": str((root / "trials" / trial.id).resolve())}
+    """The sweep's base config with the trial's values, seed and directory.
+
+    A trial that is a part of a run follows the learning rate of the whole run.
+    """
+    folder = (root / "trials" / trial.id).resolve()
+    own: dict[str, Any] = {"run.seed": trial.seed, "run.dir": str(folder)}
     if trial.epochs is not None:
+        base = load_config(root / "base.yaml")
         own["train.epochs"] = trial.epochs
+        own["optim.schedule_epochs"] = base.optim.schedule_epochs or base.train.epochs
     return load_config(root / "base.yaml", overrides=dotlist(trial.values | own))
 
 

@@ -68,6 +68,20 @@ def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, total_st
     return LambdaLR(optimizer, share)
 
 
+def follow(scheduler: LambdaLR) -> None:
+    """Set the rate that the schedule has at its step, whatever it was when the state was saved.
+
+    Only a run that became longer, or took over another's weights, sees a difference.
+    """
+    rates = [
+        base * share(scheduler.last_epoch)
+        for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
 class Trainer:
     """Everything that changes during training, how to advance it by a step, and how to save and restore it."""
 
@@ -92,7 +106,8 @@ class Trainer:
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, **_UNSHARED_BUFFERS)
         optim = cfg.optim
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True)
-        self.scheduler = make_schedule(self.optimizer, optim, self.total_steps)
+        epochs = optim.schedule_epochs or cfg.train.epochs
+        self.scheduler = make_schedule(self.optimizer, optim, self._steps_of(epochs))
         self.refresher: Refresher | None = None
         self.scores: CIScores | None = None
         self.labels: PseudoLabels | None = None  # where the redundancy loss looks at them
@@ -134,7 +149,10 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        return math.ceil(self.total_batches / self.cfg.train.accumulate)
+        return self._steps_of(self.cfg.train.epochs)
+
+    def _steps_of(self, epochs: int) -> int:
+        return math.ceil(epochs * self.batches.steps_per_epoch / self.cfg.train.accumulate)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         self.settle()
@@ -160,6 +178,8 @@ class Trainer:
         checkpoint.unpack_model(self.model, saved.tensors, saved.path)
         checkpoint.unpack_optimizer(self.optimizer, saved.tensors, saved.meta["optimizer"])
         self.scheduler.load_state_dict(saved.meta["scheduler"])
+        if isinstance(self.scheduler, LambdaLR):
+            follow(self.scheduler)
         if self.teacher is not None:
             kept_teacher = {
                 name.removeprefix(_TEACHER): value
@@ -250,6 +270,7 @@ def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: 
     short = dataclasses.replace(
         cfg,
         loss=cfg.loss.edges_only(),
+        optim=dataclasses.replace(cfg.optim, schedule_epochs=0),
         train=dataclasses.replace(cfg.train, epochs=cfg.cluster.init_epochs),
         run=dataclasses.replace(cfg.run, seed=seed),
     )

@@ -18,8 +18,10 @@ from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink
 from tests.conftest import small_sbm_settings
 from tests.procs import run_ranks
+from tests.settings import ROUTING
 
 FULL_OBJECTIVE = [
+    *ROUTING,
     "model.num_factors=4",
     "model.factor_dim=3",
     "model.num_layers=2",

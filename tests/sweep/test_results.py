@@ -154,7 +154,7 @@ def test_handed_over_weights_and_new_rates(tmp_path: Path) -> None:
     checkpoint.point(old / "ckpt", "BEST", 7)
     artifacts.write_tensors(old / "pseudo-labels", {"labels": torch.arange(3)})
     (old / "metrics.jsonl").write_text('{"kind": "val", "step": 7, "score": 1.0}\n')
-    wanted = OptimConfig(lr_max=0.05, lr_min=0.002, weight_decay=0.3)
+    wanted = OptimConfig(lr_max=0.05, lr_min=0.002, schedule="restarts", weight_decay=0.3)
     hand_over(old, new, wanted)
     hand_over(old, new, OptimConfig(lr_max=1.0))  # once only
     saved = checkpoint.load_latest(new / "ckpt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ CHOICE = "search: grid\nbaseline: false\nspace:\n  optim.lr_max: [0.01, 0.02, 1.
 
 
 def test_one_process_serves_good_and_bad_trials(tmp_path: Path, store_dir: Path) -> None:
-    _, ledger = made(tmp_path, store_dir, CHOICE)
+    _, ledger = made(tmp_path, store_dir, CHOICE, "optim.lr_min=0.001")
     first = Trial("p0000-s0", 0, {"optim.lr_max": 0.01}, 0)
     process = begin(ledger, first)
     results = run_to_end(process)
@@ -100,7 +101,7 @@ def test_a_stopped_trial_saves_and_can_go_on(tmp_path: Path, store_dir: Path) ->
 
 def test_a_population_hands_weights_over(tmp_path: Path, store_dir: Path) -> None:
     space = "search: random\nscheduler: pbt\ntrials: 4\ninterval_epochs: 4\ntop: 1\nfresh_seeds: 1\nspace:\n  optim.lr_max: {low: 2.0e-3, high: 3.0e-2, log: true}\n"
-    sweep, ledger = made(tmp_path, store_dir, space)
+    sweep, ledger = made(tmp_path, store_dir, space, "optim.schedule=cosine")
     plan, process = Plan(sweep, ledger), None
     while (trial := plan.next(0.0)) is not None:
         assert isinstance(trial, Trial)
@@ -117,7 +118,14 @@ def test_a_population_hands_weights_over(tmp_path: Path, store_dir: Path) -> Non
         assert steps == list(range(1, 4 * (trial.generation + 1) + 1)), "one history, through every hand-over"
         saved = checkpoint.load_latest(ledger.folder(trial.id) / "ckpt")
         assert saved is not None and saved.meta["optimizer"][0]["initial_lr"] == trial.values["optim.lr_max"]
-        assert trial_config(ledger.root, trial).train.epochs == 4 * (trial.generation + 1)
+        cfg = trial_config(ledger.root, trial)
+        assert cfg.train.epochs == 4 * (trial.generation + 1)
+        # One cosine over all generations, between the rates of each.
+        optim, final = cfg.optim, steps[-1] / cfg.optim.schedule_epochs
+        assert optim.schedule == "cosine" and optim.schedule_epochs == sweep.base.train.epochs
+        share = (1 + math.cos(math.pi * final)) / 2
+        rate = optim.lr_min + (optim.lr_max - optim.lr_min) * share
+        assert saved.meta["optimizer"][0]["lr"] == pytest.approx(rate, abs=1e-12)
 
 
 def test_views_are_scored_beside(tmp_path: Path, store_dir: Path) -> None:

@@ -31,13 +31,17 @@ TINY = [
     "run.log_every=1",
     "run.tensorboard=false",
 ]
+ROUTED = ["model.init=random", "model.propagation=routing", "model.teleport=0", "model.tail=true"]
+# Large steps, and a schedule that does not depend on the number of epochs.
+BUSY = [*ROUTED, "optim.lr_max=0.5", "optim.schedule=restarts"]
 VARIANTS = {
     "plain": [],
     "moments": ["model.norm=moments"],
     "layer": ["model.norm=layer"],
     "factor loss": ["loss.factor_weight=1", "loss.cluster_weight=0.1"],
     "held-out edges": ["data.holdout_edges=link"],
-    "best by validation": ["train.validate_every=1", "train.select=val", "optim.lr_max=0.5"],
+    "routing": ROUTED,
+    "best by validation": [*BUSY, "train.validate_every=1", "train.select=val"],
 }
 
 
@@ -109,7 +113,7 @@ def test_best_by_validation_is_the_model_kept(settings: list[str], small_sbm: Gr
     fitted = Pretrainer(load_config(overrides=[*settings, *VARIANTS["best by validation"]])).fit(small_sbm)
     scores = {r["step"]: r["score"] for r in fitted.history_ if r["kind"] == "val"}
     assert fitted.step_ == max(scores, key=lambda step: (scores[step], -step))
-    stopped = Pretrainer(load_config(overrides=[*settings, "optim.lr_max=0.5", f"train.epochs={fitted.step_}"])).fit(small_sbm)
+    stopped = Pretrainer(load_config(overrides=[*settings, *BUSY, f"train.epochs={fitted.step_}"])).fit(small_sbm)
     assert torch.equal(stopped.embed(small_sbm), fitted.embed(small_sbm))
 
 

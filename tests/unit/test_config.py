@@ -85,7 +85,7 @@ def test_every_key_is_explained_and_read_somewhere():
         ("train.epochs=many", ["train.epochs", "Integer"]),
         ("train.epochs=0", ["train.epochs", "at least 1"]),
         ("model=3", ["model", "section"]),
-        ("model.norm=none", ["model.norm", "batch"]),
+        ("model.norm=instance", ["model.norm", "batch"]),
         ("model.dropout=1.0", ["model.dropout", "[0, 1)"]),
         ("optim.lr_max=nan", ["optim.lr_max"]),
         ("optim.lr_min=1", ["optim.lr_min", "optim.lr_max"]),

@@ -13,9 +13,9 @@ from cimage_dist.nn.inference import encode_graph
 from cimage_dist.train import embedder as embedder_module
 from cimage_dist.train.embedder import FullEmbedder, SampledEmbedder
 from cimage_dist.train.loop import Trainer
-from tests.settings import small_sbm_config
+from tests.settings import ROUTING, small_sbm_config
 
-MODEL = ["model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3", "model.dropout=0.5"]
+MODEL = [*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3", "model.dropout=0.5"]
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from cimage_dist.nn.model import build_model
 from cimage_dist.nn.tail import gcn_smooth
 from cimage_dist.types import EdgeList, FeatureMoments
 from tests.graphs import random_topology, topology_from_pairs
+from tests.settings import ROUTING
 
 
 def make(num_features: int = 6, **model: object) -> Encoder:
     cfg = load_config(
-        overrides=["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.dropout=0", *[f"model.{k}={v}" for k, v in model.items()]]
+        overrides=[*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.dropout=0", *[f"model.{k}={v}" for k, v in model.items()]]
     )
     return build_model(num_features, cfg).encoder.double().eval()
 
@@ -80,7 +81,7 @@ def moments_of(x: torch.Tensor, as_factor: bool = False) -> FeatureMoments:
 @pytest.mark.parametrize("as_factor", [False, True])
 def test_moments_norm_equals_batch_norm_on_the_full_graph(as_factor):
     x = torch.randn(200, 6, dtype=torch.float64) * torch.arange(1, 7) + 3
-    cfg = load_config(overrides=["model.num_factors=3", "model.factor_dim=4", "model.dropout=0"])
+    cfg = load_config(overrides=[*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.dropout=0"])
     batch = build_model(6, cfg).encoder.double().train()
     cfg.model.norm = "moments"
     closed = build_model(6, cfg, moments_of(x, as_factor)).encoder.double().train()
@@ -108,7 +109,7 @@ def test_moments_norm_under_dropout_matches_the_empirical_moments():
     """Closed form within 2 % of the moments over 4,000 dropout draws of the same rows (sampling error about 1 %)."""
     torch.manual_seed(0)
     x = torch.rand(50, 6, dtype=torch.float64)
-    cfg = load_config(overrides=["model.num_factors=3", "model.factor_dim=4", "model.dropout=0.5", "model.norm=moments"])
+    cfg = load_config(overrides=[*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.dropout=0.5", "model.norm=moments"])
     encoder = build_model(6, cfg, moments_of(x)).encoder.double().train()
     draws = encoder.linear(torch.nn.functional.dropout(x.repeat(4000, 1), 0.5))
     normed = encoder.norm(draws)
@@ -117,7 +118,7 @@ def test_moments_norm_under_dropout_matches_the_empirical_moments():
 
 
 def test_initial_weights_follow_the_seed_and_leave_the_global_generator_alone():
-    cfg = load_config(overrides=["run.seed=3"])
+    cfg = load_config(overrides=[*ROUTING, "run.seed=3"])
     torch.manual_seed(7)
     before = torch.get_rng_state()
     a, b = build_model(5, cfg), build_model(5, cfg)

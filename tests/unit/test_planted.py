@@ -31,7 +31,7 @@ from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import Refresher
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.types import CIScores
-from tests.settings import changed
+from tests.settings import ROUTING, changed
 
 WIDTH = 4
 SETTINGS = [
@@ -41,6 +41,7 @@ SETTINGS = [
     "data.sbm.avg_degree=10",
     "data.sbm.label_features=16",
     "data.sbm.nuisance_features=48",
+    *ROUTING,
     "model.num_factors=16",
     f"model.factor_dim={WIDTH}",
     "model.num_layers=1",

@@ -28,9 +28,9 @@ from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.meter import MEASURED
 from cimage_dist.train.sink import LocalSink, MemorySink
 from cimage_dist.types import EdgeList, SampledBatch, Topology
-from tests.settings import small_sbm_config
+from tests.settings import ROUTING, small_sbm_config
 
-MODEL = ["model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3"]
+MODEL = [*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3"]
 WHOLE_OBJECTIVE = [
     *MODEL,
     "loss.factor_weight=0.7",

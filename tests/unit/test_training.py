@@ -23,6 +23,7 @@ from cimage_dist.train.meter import MEASURED
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
 from tests.conftest import small_sbm_settings
+from tests.settings import ROUTING
 
 TINY = [
     "model.num_factors=3",
@@ -65,8 +66,9 @@ def numbers(run: RunDir) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(run.metrics)]
 
 
-def test_the_loss_falls(cfg, small_sbm):
-    cfg.train.epochs = 40
+def test_the_loss_falls(store_dir, small_sbm):
+    settings = [*small_sbm_settings(store_dir), *ROUTING, *TINY, "train.epochs=40"]
+    cfg = load_config(overrides=settings)
     sink = MemorySink()
     worker(cfg, Comm(), sink, small_sbm)
     losses = [r["loss"] for r in sink.records if r["kind"] == "train"]
@@ -202,7 +204,7 @@ def _nan_loss(pos: torch.Tensor, neg: torch.Tensor, *weights: Any) -> Any:
 
 
 def test_many_steps_per_epoch_use_every_masked_edge_once(cfg, small_sbm):
-    cfg.train.batch_edges = 100
+    cfg.train.batch_edges, cfg.mask.start_rate = 100, 0.7
     topology = small_sbm.topology()
     batches = FullGraphBatches(small_sbm.features(), topology, cfg, Comm())
     assert batches.steps_per_epoch == math.ceil(min(topology.num_edges, 3 * 210) / 100)
@@ -256,6 +258,7 @@ def test_a_directory_of_another_experiment_is_refused(cfg, small_sbm, tmp_path):
 
 def test_more_epochs_continue_a_finished_run(cfg, small_sbm, tmp_path):
     cfg.run.dir = str(tmp_path / "run")
+    cfg.optim.schedule = "restarts"  # which does not depend on the number of epochs
     cfg.train.epochs = 4
     assert stages.pretrain(cfg, Progress(quiet=True), small_sbm)["steps_now"] == 4
     assert stages.pretrain(cfg, Progress(quiet=True), small_sbm)["steps_now"] == 0
@@ -293,6 +296,6 @@ def test_compiled_decoders_train_the_same(store_dir, small_sbm):
 
 
 def test_both_routing_backends_train_the_same(store_dir, small_sbm):
-    common = [*small_sbm_settings(store_dir), *TINY, *FACTORS]
+    common = [*small_sbm_settings(store_dir), *ROUTING, *TINY, *FACTORS]
     fused, reference = (losses(load_config(overrides=[*common, f"model.routing_backend={name}"]), small_sbm) for name in ("fused", "reference"))
     np.testing.assert_allclose(fused, reference, rtol=1e-4)
