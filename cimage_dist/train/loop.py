@@ -130,9 +130,11 @@ class Trainer:
 
     def _some_rows(self) -> Tensor:
         """A keyed sample of the features, the same on every rank; empty if no norm needs it."""
-        gids = torch.arange(self.graph.num_nodes if norm_kind(self.cfg) == "batch" else 0)
-        share = keyed.uniform(keyed.stream(self.cfg.run.seed, "refresh-sample", -1), gids)
-        chosen = gids[share < _SETTLE_ROWS / max(gids.numel(), 1)]
+        if norm_kind(self.cfg) != "batch":
+            return torch.empty(0, self.graph.num_features)
+        gids = torch.arange(self.graph.num_nodes)
+        draw = keyed.uniform(keyed.stream(self.cfg.run.seed, "refresh-sample", -1), gids)
+        chosen = gids[draw < _SETTLE_ROWS / gids.numel()]
         return torch.from_numpy(np.asarray(self.graph.x[chosen.numpy()]))
 
     def settle(self) -> None:
