@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [cora] [sbm] [--steps 300] [--labels file|selfkmeans] [--out memory.json]
 
-cora: the full objective with the settings of configs/node/cora.yaml (routing_grad=last) in the published sizes (released.py), 10 steps,
+cora: the objective and sizes of configs/paper/node/cora.yaml with model.routing_grad=last and cluster.init=selfkmeans, 10 steps,
       initial labels and one validation included, through the same code as `cimage pretrain`. Needs the dataset below CIMAGE_DATA_ROOT.
 sbm:  a generated graph of 200,000 nodes in sampled mini-batches, three-term objective, for --steps steps; resident memory is also
       read after 50 steps and at the end, to see whether it grows. With --labels file the planted blocks serve as initial labels;
@@ -28,8 +28,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from released import SIZES
-
 LIMITS_GB = {"cora": 1.5, "sbm": 3.0}
 ROOT = Path(__file__).parents[1]
 
@@ -48,8 +46,15 @@ def settings(args: argparse.Namespace) -> Any:
     from cimage_dist.config_loading import load_config
 
     if args.case == "cora":
-        overrides = [f"data.store_dir={args.folder}/data", f"run.dir={args.folder}/run", "train.epochs=10", "resources.threads=1", *SIZES["cora"]]
-        return load_config(ROOT / "configs" / "node" / "cora.yaml", overrides=overrides)
+        overrides = [
+            f"data.store_dir={args.folder}/data",
+            f"run.dir={args.folder}/run",
+            "model.routing_grad=last",
+            "cluster.init=selfkmeans",
+            "train.epochs=10",
+            "resources.threads=1",
+        ]
+        return load_config(ROOT / "configs" / "paper" / "node" / "cora.yaml", overrides=overrides)
     overrides = [
         "data.name=sbm",
         f"data.sbm.num_nodes={args.nodes}",

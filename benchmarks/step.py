@@ -2,8 +2,8 @@
 
     python benchmarks/step.py [cora] [photo] [--threads 2] [--steps 15] [--backend auto|reference] [key=value ...]
 
-Settings are those of configs/node/<name>.yaml in the published sizes (released.py) and with the full gradient (model.routing_grad=full); the partition of the factors is a random half, as
-its making is timed by benchmarks/ci_refresh.py. Needs the datasets below CIMAGE_DATA_ROOT. The parts are torch's profiler's, of three further steps.
+Settings are those of configs/paper/node/<name>.yaml; the partition of the factors is a random half, as its making is timed by
+benchmarks/ci_refresh.py. Needs the datasets below CIMAGE_DATA_ROOT. The parts are torch's profiler's, of three further steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from hardware import headline
-from released import SIZES
 from torch.profiler import ProfilerActivity, profile
 
 from cimage_dist.comm import Comm
@@ -48,8 +47,8 @@ def parts(events: Any) -> dict[str, float]:
 
 
 def measure(name: str, args: argparse.Namespace, folder: str) -> None:
-    overrides = ["model.routing_grad=full", f"model.routing_backend={args.backend}", f"data.store_dir={folder}", *SIZES.get(name, []), *args.settings]
-    cfg = load_config(ROOT / "configs" / "node" / f"{name}.yaml", overrides=overrides)
+    overrides = [f"model.routing_backend={args.backend}", f"data.store_dir={folder}", *args.settings]
+    cfg = load_config(ROOT / "configs" / "paper" / "node" / f"{name}.yaml", overrides=overrides)
     graph = open_graph(cfg.data)
     trainer = Trainer(cfg, graph, graph.topology(), Comm())
     trainer.scores = random_scores(cfg.model.num_factors, 0)

@@ -504,6 +504,15 @@ class Config:
     run: RunConfig = section(RunConfig, "seed, directory, logging")
     resources: ResourcesConfig = section(ResourcesConfig, "machines")
 
+    def __post_init__(self) -> None:
+        target, factors = self.ci.target, self.model.num_factors
+        need(
+            target is None or target < factors,
+            "ci.target",
+            f"must be below model.num_factors ({factors}), or no factor is left to predict",
+            target,
+        )
+
 
 def need(ok: bool, key: str, rule: str, got: Any) -> None:
     if not ok:

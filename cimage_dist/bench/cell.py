@@ -25,8 +25,21 @@ from cimage_dist.sweep.views import view_scores
 from cimage_dist.train.progress import Progress
 
 Train = Callable[[Config, Progress, Graph], dict[str, Any]]
-_KEPT = ("node", "cluster", "link", "controls_best", "graph", "fingerprint", "seed", "step", "edges", "objective")
-_KEPT_OF_CONTROLS = ("node", "cluster", "link", "width", "hops", "alpha", "of", "chosen_by")
+_KEPT = (
+    "node",
+    "few_labels",
+    "cluster",
+    "link",
+    "controls_best",
+    "graph",
+    "fingerprint",
+    "seed",
+    "step",
+    "edges",
+    "objective",
+)
+_KEPT_OF_CONTROLS = ("node", "few_labels", "cluster", "link", "width", "hops", "alpha", "of", "chosen_by")
+_FEW_LABELS = [5]  # per class: every run is scored with so many, too
 
 
 def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: Train = stages.pretrain) -> dict[str, Any]:
@@ -39,7 +52,10 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
     if cell.degrade:
         cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npz", cell)
     # The controls are those of the shipped config: once is enough.
-    cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, controls=cell.folder.endswith("/as-shipped")))
+    is_shipped = cell.folder.endswith("/as-shipped")
+    few = cfg.eval.few_labels or _FEW_LABELS
+    scoring = dataclasses.replace(cfg.eval, controls=is_shipped, few_labels=few)
+    cfg = dataclasses.replace(cfg, eval=scoring)
     environment.forget_peak_memory()
     summary = train(cfg, progress, graph)
     found = evaluate_run(cfg, graph=graph)

@@ -131,6 +131,8 @@ def _comparisons(table: Table, results: Path) -> list[str]:
             continue
         parts = []
         for dataset in table.seeds:
+            if table.is_same_run(dataset, row, table.against):
+                continue
             found = paired(results_of(table, results, dataset, table.against), results_of(table, results, dataset, row), first)
             if found is not None:
                 p = "" if found.p is None else f", p = {found.p:.3f}"
@@ -163,9 +165,8 @@ def _origin(table: Table, results: Path) -> list[str]:
     earlier = sum(result.get("ruler", 1) != RULER for result in found)
     old = f"; {earlier} of {len(found)} runs were scored by the earlier probe of 300 epochs" if earlier else ""
     missing = f"; {len(cells) - len(there)} of {len(cells)} runs are still to be made" if len(there) < len(cells) else ""
-    return [
-        f"In brackets the number of seeds. Files: `benchmarks/results/{Path(table.config).parent.name}/`; commits {', '.join(commits) or 'none'}{missing}{old}."
-    ]
+    folders = ", ".join(f"`benchmarks/results/{task}/`" for task in dict.fromkeys(cell.task for cell in cells))
+    return [f"In brackets the number of seeds. Files: {folders}; commits {', '.join(commits) or 'none'}{missing}{old}."]
 
 
 def outdated(cell: Cell, results: Path) -> bool:

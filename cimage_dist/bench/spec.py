@@ -24,8 +24,9 @@ RULER = 2
 
 @dataclass(frozen=True)
 class Table:
-    """`config` holds `{dataset}`. `rows` maps what the document shows to the overrides on each dataset. `scores` maps a path into a result (node.test) to its heading.
+    """`config` holds `{dataset}`; `configs` names another for some datasets. `rows` maps what the document shows to the overrides on each dataset.
 
+    `scores` maps a path into a result (node.test) to its heading.
     `published`: {row: {dataset: number or [number for each score]}}. `against`: the row with which the others are compared seed by seed.
     `degrade`: rows map to the accuracy, in percent, that pseudo-labels made from the classes are given.
     """
@@ -37,6 +38,7 @@ class Table:
     seeds: dict[str, int]
     rows: dict[str, dict[str, tuple[str, ...]]]
     scores: dict[str, str]
+    configs: dict[str, str] = field(default_factory=dict)
     published: dict[str, dict[str, Any]] = field(default_factory=dict)
     against: str | None = None
     controls: bool = False
@@ -44,12 +46,23 @@ class Table:
     degrade: bool = False
     order: int = 100  # in the document; tables of one number by name
 
+    def config_of(self, dataset: str) -> str:
+        return self.configs.get(dataset, self.config).format(dataset=dataset)
+
+    def cell(self, dataset: str, row: str, seed: int) -> Cell:
+        overrides = self.rows[row][dataset]
+        return Cell(self.config_of(dataset), dataset, overrides, seed, self.extra, self.degrade)
+
+    def is_same_run(self, dataset: str, row: str, other: str) -> bool:
+        """Whether two rows say the same in other words, e.g. a value that is the default, too."""
+        return self.cell(dataset, row, 0).folder == self.cell(dataset, other, 0).folder
+
     def cells(self) -> list[Cell]:
         """All runs of the table, the first seeds of all rows before the second: a table that is cut short is a smaller table."""
         made = [
-            Cell(self.config.format(dataset=dataset), dataset, row[dataset], seed, self.extra, self.degrade)
+            self.cell(dataset, row, seed)
             for dataset, count in self.seeds.items()
-            for row in self.rows.values()
+            for row in self.rows
             for seed in range(count)
         ]
         return sorted(made, key=lambda cell: cell.seed)
@@ -75,7 +88,14 @@ class Cell:
     def folder(self) -> str:
         """Relative to the results: task, dataset, what differs."""
         changes = "+".join(text.replace("/", "-") for text in self.changes) or "as-shipped"
-        return f"{Path(self.config).parent.name}/{self.dataset}/{changes}{f'~{self.extra}' if self.extra else ''}"
+        return f"{self.task}/{self.dataset}/{changes}{f'~{self.extra}' if self.extra else ''}"
+
+    @property
+    def task(self) -> str:
+        """The config's folder below configs/ as one name: node, link, own, paper-node, ..."""
+        parts = Path(self.config).parent.parts
+        inside = parts[parts.index("configs") + 1 :] if "configs" in parts else parts[-1:]
+        return "-".join(inside)
 
     @property
     def run_folder(self) -> str:
@@ -129,7 +149,10 @@ def _read(path: Path, changed_ns: int, overrides: tuple[str, ...]) -> Config:
 def _changes(config: str, override: str) -> bool:
     if override.startswith("resources.num_workers="):  # no change of the experiment, but what a table of workers is about
         return True
-    return fingerprint(_loaded(config, (override,))) != fingerprint(_loaded(config))
+    try:
+        return fingerprint(_loaded(config, (override,))) != fingerprint(_loaded(config))
+    except UserError:  # refused by itself, e.g. the only loss turned off: the row's others make it valid
+        return True
 
 
 def load_table(path: Path) -> Table:
@@ -149,8 +172,8 @@ def load_table(path: Path) -> Table:
     if ("grid" in body) == ("rows" in body):
         raise UserError(f"{path}: give either rows, or grid with a sweep file of configs/sweeps/.")
     rows = _grid_rows(path, body.pop("grid")) if "grid" in body else body.pop("rows")
-    if not isinstance(rows, dict) or not isinstance(body["seeds"], dict):
-        raise UserError(f"{path}: rows and seeds must map names to values.")
+    if not all(isinstance(part, dict) for part in (rows, body["seeds"], body.get("configs", {}))):
+        raise UserError(f"{path}: rows, seeds and configs must map names to values.")
     given: dict[str, Any] = {"note": ""} | body
     table = Table(name=path.stem, rows={str(name): _by_dataset(path, name, value, body["seeds"]) for name, value in rows.items()}, **given)
     _check(path, table)
@@ -185,6 +208,8 @@ def _check(path: Path, table: Table) -> None:
     for name in table.published:
         if name not in table.rows:
             raise UserError(f"{path}: published.{name} is no row. Rows: {', '.join(table.rows)}.")
+    if unknown := sorted(set(table.configs) - set(table.seeds)):
+        raise UserError(f"{path}: configs.{unknown[0]} is no dataset of seeds.")
     if table.against is not None and table.against not in table.rows:
         raise UserError(f"{path}: against is {table.against!r}, which is no row. Rows: {', '.join(table.rows)}.")
     if table.extra is not None and table.extra not in EXTRAS:

@@ -105,7 +105,7 @@ def _against_published(table: Table, results: Path) -> str:
 
 def _against_controls(table: Table, results: Path) -> str:
     """Seed by seed against the best control by the mean pool score; by this score where a result has none."""
-    if not table.controls or not table.published:
+    if not table.controls or table.against is not None:
         return ""
     path, row = next(iter(table.scores)), next(iter(table.rows))
     parts = []
@@ -114,7 +114,10 @@ def _against_controls(table: Table, results: Path) -> str:
         controls: dict[str, list[dict[str, Any]]] = {
             c: [r["controls"][c] | {"seed": r["seed"]} for r in found if c in (r.get("controls") or {})] for c in CONTROLS
         }
-        by = "node.pool" if path.startswith("node.") and all(value_at(r, "node.pool") is not None for rows in controls.values() for r in rows) else path
+        is_by_pool = path.startswith(("node.", "few_labels.")) and all(
+            value_at(r, "node.pool") is not None for rows in controls.values() for r in rows
+        )
+        by = "node.pool" if is_by_pool else path
         scored = {c: np.mean([value_at(r, by) or 0.0 for r in rows]) for c, rows in controls.items() if rows}
         if scored:
             best = max(scored, key=lambda c: scored[c])
@@ -135,7 +138,9 @@ def _rows(table: Table, results: Path) -> str:
     path = next(iter(table.scores))
     comparisons = []
     for row in table.rows:
-        for dataset in table.seeds if row != table.against else ():
+        for dataset in table.seeds:
+            if table.is_same_run(dataset, row, table.against):
+                continue
             found = paired(results_of(table, results, dataset, table.against), results_of(table, results, dataset, row), path)
             if found is not None:
                 comparisons.append(Comparison(dataset, row, found))
