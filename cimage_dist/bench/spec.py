@@ -59,12 +59,7 @@ class Table:
 
     def cells(self) -> list[Cell]:
         """All runs of the table, the first seeds of all rows before the second: a table that is cut short is a smaller table."""
-        made = [
-            self.cell(dataset, row, seed)
-            for dataset, count in self.seeds.items()
-            for row in self.rows
-            for seed in range(count)
-        ]
+        made = [self.cell(dataset, row, seed) for dataset, count in self.seeds.items() for row in self.rows for seed in range(count)]
         return sorted(made, key=lambda cell: cell.seed)
 
 

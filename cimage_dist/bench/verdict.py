@@ -114,9 +114,7 @@ def _against_controls(table: Table, results: Path) -> str:
         controls: dict[str, list[dict[str, Any]]] = {
             c: [r["controls"][c] | {"seed": r["seed"]} for r in found if c in (r.get("controls") or {})] for c in CONTROLS
         }
-        is_by_pool = path.startswith(("node.", "few_labels.")) and all(
-            value_at(r, "node.pool") is not None for rows in controls.values() for r in rows
-        )
+        is_by_pool = path.startswith(("node.", "few_labels.")) and all(value_at(r, "node.pool") is not None for rows in controls.values() for r in rows)
         by = "node.pool" if is_by_pool else path
         scored = {c: np.mean([value_at(r, by) or 0.0 for r in rows]) for c, rows in controls.items() if rows}
         if scored:

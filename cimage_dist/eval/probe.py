@@ -113,9 +113,8 @@ def _logistic(
     path = logistic_path(x, labels, num_classes)
     pool = make_pool(y, split) if val.numel() else None
     pooled = pool_score(z, pool) if pool else None
-    if pooled:
-        best = path.strengths.index(pooled.strength)
-    else:
+    best = path.strengths.index(pooled.strength) if pooled else None
+    if best is None:
         best = _by_folds(x, labels, train.cpu(), num_classes, path, seed)
     accuracy = None
     if val.numel():

@@ -71,9 +71,7 @@ class BatchSource(Dataset[SampledBatch]):
         """(this rank's negatives, how many all ranks have)."""
         if not self.has_negatives:
             return whole.part(0, 0), 0.0
-        if (
-            self.schedule.has_rejection
-        ):  # how many negatives could be placed is known only after placing all of them
+        if self.schedule.has_rejection:  # how many negatives could be placed is known only after placing all of them
             all_neg = self.schedule.negatives(step)
             return all_neg.part(self.begin, self.end), all_neg.total
         return self.schedule.negatives(step, self.begin, self.end), whole.total
@@ -83,9 +81,7 @@ class BatchSource(Dataset[SampledBatch]):
         weight = torch.from_numpy(sub.weight) if self.sampler.is_weighted else None
         return {
             "node_gid": torch.from_numpy(sub.node_gid),
-            "edges": EdgeList(
-                torch.from_numpy(sub.src), torch.from_numpy(sub.dst), len(sub.node_gid), weight
-            ),
+            "edges": EdgeList(torch.from_numpy(sub.src), torch.from_numpy(sub.dst), len(sub.node_gid), weight),
             "degree": torch.from_numpy(sub.degree),
             "nodes_per_hop": sub.nodes_per_hop,
             "edges_per_hop": sub.edges_per_hop,
@@ -94,9 +90,7 @@ class BatchSource(Dataset[SampledBatch]):
 
     def _second_view(self, step: int, whole: SeedBatch, pos: SeedBatch) -> SampledView:
         key = keyed.stream(self.seed, "neighbours", step, 1)
-        sub = self.sampler.sample_keyed(
-            np.concatenate([pos.u, pos.v]), key, self.hidden(step, whole, 1)
-        )
+        sub = self.sampler.sample_keyed(np.concatenate([pos.u, pos.v]), key, self.hidden(step, whole, 1))
         pairs = torch.from_numpy(sub.seed_bid).reshape(2, len(pos.u)).t().contiguous()
         return SampledView(pos=pairs, **self._parts(sub))
 

@@ -49,12 +49,7 @@ def encode_graph(encoder: Encoder, x: Features, topology: Topology, max_floats: 
     width = cfg.num_factors * cfg.factor_dim
     if isinstance(x, Tensor):
         step = max(1, max_floats // max(width, x.shape[1]))
-        start = torch.cat(
-            [
-                encoder.project(x[begin : begin + step].to(weight.device, weight.dtype))
-                for begin in range(0, x.shape[0], step)
-            ]
-        )
+        start = torch.cat([encoder.project(x[begin : begin + step].to(weight.device, weight.dtype)) for begin in range(0, x.shape[0], step)])
     else:
         start = encoder.project(x.to(weight.dtype))
     if cfg.propagation == "gcn":
@@ -80,10 +75,7 @@ def _routed(encoder: Encoder, start: Tensor, topology: Topology, max_floats: int
     for _ in range(cfg.num_layers):
         unit = normalize_factors(h)
         h = torch.cat(
-            [
-                encoder.layer(unit, range_edges(topology, rows, h.device), start[rows], rows, is_unit=True)
-                for rows in target_ranges(topology, width, max_floats)
-            ]
+            [encoder.layer(unit, range_edges(topology, rows, h.device), start[rows], rows, is_unit=True) for rows in target_ranges(topology, width, max_floats)]
         )
     return h
 

@@ -56,9 +56,7 @@ class Grouped:
         return self._found[key]
 
 
-def add_weighted(
-    out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tensor, grouped: Grouped | None = None
-) -> Tensor:
+def add_weighted(out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tensor, grouped: Grouped | None = None) -> Tensor:
     """out[to[e]] += weight[e]·x[by[e]] in place; each target adds its messages in their order.
 
     `grouped` is kept by a caller whose `to` are prefixes of one list.

@@ -21,9 +21,7 @@ def _gaussian(key: int, rows: int, columns: int) -> Tensor:
     """Keyed normal draws, float64 [rows, columns] (Box-Muller)."""
     ids = torch.arange(rows * columns)
     radius = (-2 * (1 - keyed.uniform(keyed.derive(key, 0), ids)).log()).sqrt()
-    return (radius * (2 * torch.pi * keyed.uniform(keyed.derive(key, 1), ids)).cos()).view(
-        rows, columns
-    )
+    return (radius * (2 * torch.pi * keyed.uniform(keyed.derive(key, 1), ids)).cos()).view(rows, columns)
 
 
 def principal_directions(moments: FeatureMoments, count: int, key: int) -> Tensor:

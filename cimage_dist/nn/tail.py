@@ -9,9 +9,7 @@ from cimage_dist.nn.messages import weighted_sum
 from cimage_dist.types import EdgeList
 
 
-def gcn_weights(
-    edges: EdgeList, dtype: torch.dtype, degree: Tensor | None = None, targets: slice | None = None
-) -> tuple[Tensor, Tensor]:
+def gcn_weights(edges: EdgeList, dtype: torch.dtype, degree: Tensor | None = None, targets: slice | None = None) -> tuple[Tensor, Tensor]:
     """(weight [E] of the messages, weight [T] of a target's own row) of D̂^-1/2 (A + I) D̂^-1/2.
 
     D̂ are the degrees of A + I. Message weights count as multiplicities: a neighbour standing for
@@ -31,9 +29,7 @@ def gcn_weights(
     return scale[edges.src] * at[edges.dst] * ones, at.square()
 
 
-def gcn_smooth(
-    q: Tensor, edges: EdgeList, degree: Tensor | None = None, targets: slice | None = None
-) -> Tensor:
+def gcn_smooth(q: Tensor, edges: EdgeList, degree: Tensor | None = None, targets: slice | None = None) -> Tensor:
     """z = D̂^-1/2 (A + I) D̂^-1/2 q (§2, released code); q is [N, ...]. Arguments: `gcn_weights`."""
     flat = q.flatten(1)
     weight, own = gcn_weights(edges, flat.dtype, degree, targets)

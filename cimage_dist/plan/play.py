@@ -138,9 +138,7 @@ def _collectives(cfg: Config, graph: Graph, num_clusters: int, comm: FakeComm) -
     return sink.cuts
 
 
-def _one_step(
-    trainer: Trainer, rows: Rows, num_clusters: int
-) -> tuple[list[Call], RowBytes, RowBytes]:
+def _one_step(trainer: Trainer, rows: Rows, num_clusters: int) -> tuple[list[Call], RowBytes, RowBytes]:
     """Gradient buckets of a settled step, the tensors of its batch, and what its forward pass keeps for the backward pass."""
     if trainer.cfg.loss.uses_partition:
         trainer.scores = random_scores(trainer.cfg.model.num_factors, _SEED)
@@ -209,14 +207,8 @@ def rows_of(batch: StepBatch) -> Rows:
 
 def hop_rows(nodes: Iterable[float], messages: Iterable[float], view: str = "") -> Rows:
     """Rows up to each distance from a seed; `view`: what is added to the names of the kinds."""
-    near = {
-        f"nodes within {depth}{view}": float(total)
-        for depth, total in enumerate(np.cumsum(list(nodes)))
-    }
-    return near | {
-        f"messages within {depth}{view}": float(total)
-        for depth, total in enumerate(np.cumsum(list(messages)))
-    }
+    near = {f"nodes within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(nodes)))}
+    return near | {f"messages within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(messages)))}
 
 
 def _by_row(tensors: Iterable[Tensor], played: Rows, real: Rows) -> RowBytes:

@@ -28,9 +28,7 @@ def check_space(space: Space) -> None:
             raise UserError(f"space: {d.key} changes the model's shape or its data, so population-based training cannot hand weights over. Search it by asha.")
         decoder = {"loss.factor_weight": "factor", "loss.structure_weight": "edge"}.get(d.key)
         if decoder and 0 in d.corners():
-            raise UserError(
-                f"space: {d.key} reaches 0, where there is no {decoder} decoder to hand over. Let it start above 0 with scheduler: pbt."
-            )
+            raise UserError(f"space: {d.key} reaches 0, where there is no {decoder} decoder to hand over. Let it start above 0 with scheduler: pbt.")
 
 
 def generations(sweep: Sweep) -> list[int]:

@@ -54,17 +54,13 @@ def loss_terms(
     visible = ~target_factors(context, cfg.loss) if context is not None else None
     with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=cfg.train.precision == "bfloat16"):
         nodes, hidden = (batch.nodes, visible) if use_factors else (None, None)
-        out: ModelOutput = model(
-            batch.x, batch.edges, batch.pairs, nodes, hidden, batch.hops, batch.second
-        )
+        out: ModelOutput = model(batch.x, batch.edges, batch.pairs, nodes, hidden, batch.hops, batch.second)
     terms = {}
     if out.logits is not None:
         cut = batch.num_pos
         weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
         pos, neg = structure_loss(*out.logits.to(out.z.dtype).tensor_split([cut]), *weights)
-        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(
-            batch.global_neg, 1
-        )
+        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)
     if out.predicted is not None and context is not None:
         own, predicted = out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype)
         recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight, teacher_nKC)

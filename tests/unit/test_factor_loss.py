@@ -89,10 +89,7 @@ def test_only_target_factors_of_the_prediction_matter():
 def test_stop_gradient_blocks_the_target_and_nothing_else():
     z, predicted = random_case()
     context = torch.tensor([True, False, True, False])
-    free, stopped = (
-        factor_loss(z, predicted, context, LossConfig(factor_target=kind)).total
-        for kind in ("self", "detached")
-    )
+    free, stopped = (factor_loss(z, predicted, context, LossConfig(factor_target=kind)).total for kind in ("self", "detached"))
     assert free.item() == stopped.item()
     with_target = torch.autograd.grad(free, (z, predicted))
     without_target = torch.autograd.grad(stopped, (z, predicted), allow_unused=True)

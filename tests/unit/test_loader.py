@@ -38,9 +38,7 @@ def test_a_second_view_sees_the_same_positives_and_none_of_their_edges():
     for step in (0, 3):
         plain, batch = one[step], two[step]
         assert plain.second is None and batch.second is not None
-        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(
-            plain.edges.src, batch.edges.src
-        )
+        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(plain.edges.src, batch.edges.src)
         view = batch.second
         assert torch.equal(view.node_gid[view.pos], batch.node_gid[batch.pos])
         listed = two.hidden(step, two.schedule.batch(step), 1)
