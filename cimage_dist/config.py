@@ -161,12 +161,9 @@ class MaskConfig:
     symmetric: bool = opt(True, "hide both directions of a masked edge; recommended for large graphs")
     hide_rate: float = opt(
         0.5,
-        "full graph: share of the edges left visible by the walks that each view hides as well, "
-        "drawn at every step; sampled: see sampler.hide_rate",
+        "full graph: share of the edges left visible by the walks that each view hides as well, drawn at every step; sampled: see sampler.hide_rate",
     )
-    feature_rate: float = opt(
-        0.3, "share of the feature columns that each view sets to zero, drawn at every step"
-    )
+    feature_rate: float = opt(0.3, "share of the feature columns that each view sets to zero, drawn at every step")
 
     def __post_init__(self) -> None:
         need(0 < self.start_rate <= 1, "mask.start_rate", "must lie in (0, 1]", self.start_rate)
@@ -189,19 +186,12 @@ class LossConfig:
         "what is reconstructed: the masked view's own factors, the same without a gradient, or the "
         "factors that an averaged copy of the encoder makes of the whole graph",
     )
-    teacher_momentum: float = opt(
-        0.99, "share of the averaged copy that a step keeps (factor_target=teacher)"
-    )
-    redundancy_weight: float = opt(
-        1.0, "weight of the redundancy loss; above 0 each step encodes a second view"
-    )
-    redundancy_decorrelation: float = opt(
-        1e-3, "mu, weight of the decorrelation of channels in the redundancy loss"
-    )
+    teacher_momentum: float = opt(0.99, "share of the averaged copy that a step keeps (factor_target=teacher)")
+    redundancy_weight: float = opt(1.0, "weight of the redundancy loss; above 0 each step encodes a second view")
+    redundancy_decorrelation: float = opt(1e-3, "mu, weight of the decorrelation of channels in the redundancy loss")
     redundancy: Literal["plain", "conditional"] = opt(
         "plain",
-        "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the "
-        "pseudo-labels",
+        "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the pseudo-labels",
     )
 
     @property
@@ -250,8 +240,7 @@ class LossConfig:
         ]
         need(
             any(weights),
-            "loss.structure_weight, loss.factor_weight, loss.cluster_weight and "
-            "loss.redundancy_weight",
+            "loss.structure_weight, loss.factor_weight, loss.cluster_weight and loss.redundancy_weight",
             "must not all be 0: nothing would be trained",
             weights,
         )
@@ -360,9 +349,7 @@ class OptimConfig:
     lr_max: float = opt(0.003, "learning rate at the start, or after each restart")
     lr_min: float = opt(0.0, "learning rate at the end of the run, or of each cosine period")
     schedule: Literal["cosine", "restarts"] = opt("cosine", "cosine: once from lr_max to lr_min over the run; restarts: cosine periods (released code)")
-    schedule_epochs: int = opt(
-        0, "cosine: epochs after which the rate is lr_min; 0: train.epochs"
-    )
+    schedule_epochs: int = opt(0, "cosine: epochs after which the rate is lr_min; 0: train.epochs")
     t0_steps: int = opt(10, "restarts: optimiser steps of the first cosine period")
     t_mult: int = opt(2, "restarts: each period is this many times the one before")
     weight_decay: float = opt(0.0, "Adam's L2 penalty")

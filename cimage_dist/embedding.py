@@ -126,9 +126,7 @@ class Bench:
     def _exact(self, stage: int, rows: slice) -> Iterator[Rows]:
         read = self._features if stage == 0 else self._rows_of(stage - 1)
         start = self._rows_of(0) if self.plan.keeps_start and stage else None
-        for chunk in encode_rows(
-            self.encoder, stage, rows, self.topology, read, start, self.plan.chunk_floats
-        ):
+        for chunk in encode_rows(self.encoder, stage, rows, self.topology, read, start, self.plan.chunk_floats):
             yield chunk.numpy()
 
     def _features(self, gids: Tensor) -> Tensor:

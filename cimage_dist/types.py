@@ -142,9 +142,7 @@ class SampledView:
     x: Tensor | None = None
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledView:
-        tensors: dict[str, Any] = {
-            name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos")
-        }
+        tensors: dict[str, Any] = {name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos")}
         x = None if self.x is None else fn(self.x)
         return replace(self, edges=_map_edges(self.edges, fn), x=x, **tensors)
 

@@ -86,9 +86,7 @@ class CimageModel(nn.Module):
         logits = None if self.structure is None else self.structure(z, pairs)
         other = None
         if second is not None:
-            other = self.encoder(second.x, second.edges, second.hops).z.index_select(
-                0, second.nodes
-            )
+            other = self.encoder(second.x, second.edges, second.hops).z.index_select(0, second.nodes)
         return ModelOutput(h, z, logits, predicted, other)
 
 

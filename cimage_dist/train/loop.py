@@ -73,10 +73,7 @@ def follow(scheduler: LambdaLR) -> None:
 
     Only a run that became longer, or took over another's weights, sees a difference.
     """
-    rates = [
-        base * share(scheduler.last_epoch)
-        for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
+    rates = [base * share(scheduler.last_epoch) for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler._last_lr = rates
@@ -159,9 +156,7 @@ class Trainer:
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
         tensors = checkpoint.pack_model(self.model) | slots
         if self.teacher is not None:
-            tensors |= {
-                f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()
-            }
+            tensors |= {f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()}
         meta: dict[str, Any] = {"optimizer": groups, "scheduler": self.scheduler.state_dict(), "best": None, "scores": None}
         if self.best_step:
             meta["best"] = {"score": self.best_score, "step": self.best_step}
@@ -181,11 +176,7 @@ class Trainer:
         if isinstance(self.scheduler, LambdaLR):
             follow(self.scheduler)
         if self.teacher is not None:
-            kept_teacher = {
-                name.removeprefix(_TEACHER): value
-                for name, value in saved.tensors.items()
-                if name.startswith(_TEACHER)
-            }
+            kept_teacher = {name.removeprefix(_TEACHER): value for name, value in saved.tensors.items() if name.startswith(_TEACHER)}
             # Weights handed over by a run without a teacher begin a new average.
             self.teacher.load_state_dict(kept_teacher or self.model.encoder.state_dict())
         if saved.meta["best"]:
@@ -203,7 +194,7 @@ class Trainer:
 
     def refresh(self) -> dict[str, Any] | None:
         """Collective: rebuild the partition when it is due; what to log, or None."""
-        if self.step % self.cfg.ci.every_steps or self.cfg.loss.factor_weight == 0:
+        if self.step % self.cfg.ci.every_steps or not self.cfg.loss.uses_partition:
             return None
         if self.cfg.ci.partition == "random_redrawn":
             self.scores, metrics = redrawn_scores(self.cfg, self.step, self.scores)
@@ -320,9 +311,7 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         given = labels.to(trainer.device, torch.int32)
         trainer.labels = PseudoLabels(given, int(given.max()) + 1)
     if by_score:
-        trainer.refresher = Refresher(
-            cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
-        )
+        trainer.refresher = Refresher(cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps)
 
 
 def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validator | None = None) -> Trainer:

@@ -15,7 +15,14 @@ from tests.settings import ROUTING
 
 def make(num_features: int = 6, **model: object) -> Encoder:
     cfg = load_config(
-        overrides=[*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.dropout=0", *[f"model.{k}={v}" for k, v in model.items()]]
+        overrides=[
+            *ROUTING,
+            "model.num_factors=3",
+            "model.factor_dim=4",
+            "model.num_layers=2",
+            "model.dropout=0",
+            *[f"model.{k}={v}" for k, v in model.items()],
+        ]
     )
     return build_model(num_features, cfg).encoder.double().eval()
 

@@ -32,9 +32,18 @@ from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
 from tests.conftest import small_sbm_settings
 from tests.procs import run_ranks
+from tests.settings import ROUTING
 
 ROOT = Path(__file__).parents[2]
-SAMPLED = ["model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "sampler.fanouts=[3,3,2]", "sampler.batch_edges=24", "loss.factor_weight=0.5"]
+SAMPLED = [
+    *ROUTING,
+    "model.num_factors=4",
+    "model.factor_dim=3",
+    "model.num_layers=2",
+    "sampler.fanouts=[3,3,2]",
+    "sampler.batch_edges=24",
+    "loss.factor_weight=0.5",
+]
 
 
 def demo(store_dir: Path, *overrides: str) -> Config:
@@ -119,13 +128,8 @@ def test_one_worker_sends_nothing(store_dir, small_sbm):
 
 
 def test_a_second_view_is_planned(store_dir, small_sbm, digits, capsys):
-    plain, two = (
-        make_plan(sampled(store_dir, "ci.partition=random", f"loss.redundancy_weight={weight}"))
-        for weight in (0, 1)
-    )
-    sizes = [
-        {part["name"]: part["size"] for part in plan["memory"]["parts"]} for plan in (plain, two)
-    ]
+    plain, two = (make_plan(sampled(store_dir, "ci.partition=random", f"loss.redundancy_weight={weight}")) for weight in (0, 1))
+    sizes = [{part["name"]: part["size"] for part in plan["memory"]["parts"]} for plan in (plain, two)]
     assert plain["redundancy"] is None
     # 24 seed edges, 12 channels: 48 rows; a product per view and pass
     assert two["redundancy"] == {
@@ -177,9 +181,7 @@ def test_bytes_kept_scale_to_a_real_batch_of_another_size(store_dir, small_sbm, 
     # With two views the played batch is so small that more kinds of rows have the same length; the larger one is taken.
     near = 0.05 if more else 0.02
     assert played.kept.at(rows) == pytest.approx(sum(kept.values()), rel=near)
-    assert played.batch.at(rows) == pytest.approx(
-        sum(t.untyped_storage().nbytes() for t in own), rel=near
-    )
+    assert played.batch.at(rows) == pytest.approx(sum(t.untyped_storage().nbytes() for t in own), rel=near)
     assert 0 < played.kept.widest_at(rows) < played.kept.at(rows)
 
 

@@ -81,11 +81,7 @@ TEACHER = ["loss.factor_weight=0.4", "loss.factor_target=teacher", "ci.partition
 
 @pytest.mark.parametrize("kind", ["full", "sampled"])
 def test_two_views_and_a_teacher_resume_to_the_last_bit(store_dir, small_sbm, tmp_path, kind):
-    sampled = (
-        ["sampler.fanouts=[4,4,4]", "sampler.batch_edges=150", "train.epochs=1"]
-        if kind == "sampled"
-        else []
-    )
+    sampled = ["sampler.fanouts=[4,4,4]", "sampler.batch_edges=150", "train.epochs=1"] if kind == "sampled" else []
     cfg = load_config(overrides=[*small_sbm_settings(store_dir), *TINY, *VIEWS, *TEACHER, *sampled])
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         worker(cfg, Comm(), sink, small_sbm)
@@ -99,16 +95,9 @@ def test_two_views_and_a_teacher_resume_to_the_last_bit(store_dir, small_sbm, tm
     assert trainer.step > 4 and trainer.teacher is not None
     assert not torch.equal(trainer.teacher.linear.weight, trainer.model.encoder.linear.weight)
     assert numbers(RunDir(tmp_path / "parts")) == numbers(RunDir(tmp_path / "whole"))
-    assert all(
-        "redundancy" in r for r in numbers(RunDir(tmp_path / "whole")) if r["kind"] == "train"
-    )
+    assert all("redundancy" in r for r in numbers(RunDir(tmp_path / "whole")) if r["kind"] == "train")
     a, b = (checkpoint.load_latest(tmp_path / name / "ckpt") for name in ("whole", "parts"))
-    assert (
-        a is not None
-        and b is not None
-        and a.meta == b.meta
-        and "teacher.linear.weight" in a.tensors
-    )
+    assert a is not None and b is not None and a.meta == b.meta and "teacher.linear.weight" in a.tensors
     torch.testing.assert_close(a.tensors, b.tensors, rtol=0, atol=0)
 
 
@@ -122,9 +111,7 @@ def test_views_of_a_step_are_independent_and_hide_whole_edges(store_dir, small_s
     for view, same in ((first, again), (first.second, again.second)):
         assert torch.equal(view.edges.src, same.edges.src) and torch.equal(view.x, same.x)
         key = view.edges.dst * topology.num_nodes + view.edges.src
-        assert torch.equal(
-            key.sort().values, (view.edges.src * topology.num_nodes + view.edges.dst).sort().values
-        )
+        assert torch.equal(key.sort().values, (view.edges.src * topology.num_nodes + view.edges.dst).sort().values)
         keys.append(key)
         gone = (view.x == 0).all(0)
         assert torch.equal(view.x[:, ~gone], x[:, ~gone])
@@ -148,9 +135,7 @@ def test_redundancy_alone_trains_without_an_edge_decoder(store_dir, small_sbm):
     trainer = worker(cfg, Comm(), sink, small_sbm)
     assert trainer.model.structure is None
     records = [r for r in sink.records if r["kind"] == "train"]
-    assert all(
-        "structure" not in r and r["loss"] == pytest.approx(0.5 * r["redundancy"]) for r in records
-    )
+    assert all("structure" not in r and r["loss"] == pytest.approx(0.5 * r["redundancy"]) for r in records)
     assert records[-1]["loss"] < records[0]["loss"]
 
 
