@@ -127,7 +127,9 @@ class Trainer:
 
     def _some_rows(self) -> Tensor:
         """A keyed sample of the features, the same on every rank; empty if no norm needs it."""
-        gids = torch.arange(self.graph.num_nodes if norm_kind(self.cfg) == "batch" else 0)
+        if norm_kind(self.cfg) != "batch":
+            return torch.empty((0, self.graph.num_features))
+        gids = torch.arange(self.graph.num_nodes)
         share = keyed.uniform(keyed.stream(self.cfg.run.seed, "refresh-sample", -1), gids)
         chosen = gids[share < _SETTLE_ROWS / max(gids.numel(), 1)]
         return torch.from_numpy(np.asarray(self.graph.x[chosen.numpy()]))
