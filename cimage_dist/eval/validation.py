@@ -33,7 +33,12 @@ def decoder_score(model: CimageModel, z: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def why_unvalidated(cfg: Config, graph: Graph) -> str | None:
-    """One line where a graph has nothing to validate on: neither labels nor held-out edges."""
+    """One line where a graph has nothing to validate on: neither labels nor held-out edges.
+
+    None where validation is asked for: that is refused by `make_validator`.
+    """
+    if cfg.train.validate_every:
+        return None
     labels = graph.labels()
     if cfg.data.holdout_edges != "none" or (labels is not None and bool((labels >= 0).any())):
         return None

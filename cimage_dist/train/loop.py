@@ -196,7 +196,7 @@ class Trainer:
 
     def refresh(self) -> dict[str, Any] | None:
         """Collective: rebuild the partition when it is due; what to log, or None."""
-        if self.step % self.cfg.ci.every_steps or self.cfg.loss.factor_weight == 0:
+        if self.step % self.cfg.ci.every_steps or not self.cfg.loss.uses_partition:
             return None
         if self.cfg.ci.partition == "random_redrawn":
             self.scores, metrics = redrawn_scores(self.cfg, self.step, self.scores)

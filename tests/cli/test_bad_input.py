@@ -47,7 +47,7 @@ CONFIG: list[tuple[str, str | None, list[str], list[str]]] = [
     (
         "nothing to train",
         None,
-        ["pretrain", "loss.structure_weight=0"],
+        ["pretrain", "loss.structure_weight=0", "loss.factor_weight=0", "loss.cluster_weight=0", "loss.redundancy_weight=0"],
         ["loss.structure_weight", "loss.factor_weight", "loss.cluster_weight", "loss.redundancy_weight", "all be 0"],
     ),
     ("unknown probe", None, ["pretrain", "eval.probe=forest"], ["eval.probe", "forest"]),

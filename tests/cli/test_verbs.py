@@ -18,6 +18,7 @@ from cimage_dist import __version__
 from cimage_dist.cli import main, parse
 from cimage_dist.commands import runs
 from cimage_dist.commands.common import command_of, split_settings
+from cimage_dist.config import Config
 from cimage_dist.config_loading import known_keys, load_config
 from cimage_dist.eval.controls import ALPHAS, HOPS
 from tests.cli.conftest import TRAINING, Cli, command, environment, own_graph, process
@@ -126,7 +127,7 @@ def test_the_whole_way(cli: Cli, tmp_path: Path) -> None:
     assert json.loads((run / "eval.json").read_text()) == scores
 
     text = ok(cli, "report", *settings)
-    assert text.startswith(f"# Run {run.relative_to(tmp_path)}") and "| `train.epochs` | 4 | 100 |" in text and "node probe, test" in text
+    assert text.startswith(f"# Run {run.relative_to(tmp_path)}") and f"| `train.epochs` | 4 | {Config().train.epochs} |" in text and "node probe, test" in text
     assert (run / "report.md").read_text() in text and "report.html" in text
     found = as_json(cli, "report", str(run), "--figures", "figures")
     assert found["report"] == str(run / "report.md") and Path(found["page"]).is_file() and len(found["figures"]) == len(list(Path("figures").iterdir())) > 5

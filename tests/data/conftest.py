@@ -26,7 +26,10 @@ def data_root() -> Path:
 def tiny_sbm(tmp_path: Path) -> DataConfig:
     """300 nodes; quick to build."""
     return DataConfig(
-        name="sbm", store_dir=str(tmp_path / "stores"), sbm=SbmConfig(num_nodes=300, num_blocks=3, avg_degree=8, label_features=4, nuisance_features=6)
+        name="sbm",
+        normalize="source",
+        store_dir=str(tmp_path / "stores"),
+        sbm=SbmConfig(num_nodes=300, num_blocks=3, avg_degree=8, label_features=4, nuisance_features=6),
     )
 
 
@@ -46,6 +49,6 @@ def own_folder(tmp_path: Path) -> Callable[..., DataConfig]:
         for name, array in arrays.items():
             if array is not None:
                 np.save(folder / f"{name}.npy", array)
-        return DataConfig(name="mine", path=str(folder), store_dir=str(tmp_path / "stores"))
+        return DataConfig(name="mine", path=str(folder), normalize="source", store_dir=str(tmp_path / "stores"))
 
     return make

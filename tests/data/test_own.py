@@ -72,7 +72,7 @@ def config(tmp_path: Path, **writers: tuple[str, Callable[[Path], object]]) -> D
     files = {"edges": ("edges.npy", EDGE_FILES["edges.npy"]), "features": ("features.npy", FEATURE_FILES["features.npy"]), **writers}
     for name, write in files.values():
         write(folder / name.strip())
-    return DataConfig(name="mine", path=str(folder), store_dir=str(tmp_path / "stores"))
+    return DataConfig(name="mine", path=str(folder), normalize="source", store_dir=str(tmp_path / "stores"))
 
 
 @pytest.mark.parametrize("name", EDGE_FILES)

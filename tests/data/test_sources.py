@@ -43,7 +43,7 @@ def test_all_promised_names_are_registered() -> None:
 def test_digits(tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 
-    graph = open_graph(DataConfig(name="digits", store_dir=str(tmp_path)))
+    graph = open_graph(DataConfig(name="digits", normalize="source", store_dir=str(tmp_path)))
     pixels, labels = load_digits(return_X_y=True)
     np.testing.assert_allclose(graph.x, pixels / 16)
     np.testing.assert_array_equal(graph.y, labels)
@@ -53,7 +53,7 @@ def test_digits(tmp_path: Path) -> None:
 
 
 def sbm_graph(tmp_path: Path, **options: object) -> Graph:
-    return open_graph(DataConfig(name="sbm", store_dir=str(tmp_path), sbm=SbmConfig(**options)))  # type: ignore[arg-type]
+    return open_graph(DataConfig(name="sbm", normalize="source", store_dir=str(tmp_path), sbm=SbmConfig(**options)))  # type: ignore[arg-type]
 
 
 def test_sbm_has_what_was_planted(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def copy_raw(data_root: Path, folder: str, tmp_path: Path) -> Path:
 def test_planetoid_equals_pyg(name: str, edges: int, isolated: int, padding: int, data_root: Path, tmp_path: Path) -> None:
     root = copy_raw(data_root, f"Planetoid/{name}/raw", tmp_path)
     data = Planetoid(str(root / "Planetoid"), name, transform=NormalizeFeatures())[0]
-    graph = open_graph(DataConfig(name=name.lower(), root=str(data_root), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(DataConfig(name=name.lower(), normalize="source", root=str(data_root), store_dir=str(tmp_path / "stores")))
     assert graph.num_edges == edges and graph.manifest["statistics"]["isolated_nodes"] == isolated
     assert_same_edges(graph, data.edge_index)
     torch.testing.assert_close(graph.features(), data.x)
@@ -148,7 +148,7 @@ def test_planetoid_equals_pyg(name: str, edges: int, isolated: int, padding: int
 def test_amazon_equals_pyg(name: str, edges: int, data_root: Path, tmp_path: Path) -> None:
     root = copy_raw(data_root, f"Amazon/{name}/raw", tmp_path)
     data = Amazon(str(root / "Amazon"), name)[0]
-    graph = open_graph(DataConfig(name=name.lower(), root=str(data_root), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(DataConfig(name=name.lower(), normalize="source", root=str(data_root), store_dir=str(tmp_path / "stores")))
     assert graph.num_edges == edges and not graph.masks
     assert_same_edges(graph, data.edge_index)
     torch.testing.assert_close(graph.features(), data.x)
@@ -158,7 +158,7 @@ def test_amazon_equals_pyg(name: str, edges: int, data_root: Path, tmp_path: Pat
 def test_real_arxiv_lacks_features_and_says_what_to_do(data_root: Path, tmp_path: Path) -> None:
     if not (data_root / "OGB/ogbn_arxiv/raw/edge.csv.gz").is_file() or (data_root / "OGB/ogbn_arxiv/raw/node-feat.csv.gz").is_file():
         pytest.skip("needs ogbn-arxiv without node features")
-    data = DataConfig(name="ogbn-arxiv", root=str(data_root), store_dir=str(tmp_path))
+    data = DataConfig(name="ogbn-arxiv", normalize="source", root=str(data_root), store_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"no node features.*node-feat\.csv\.gz.*data\.features=degree"):
         open_graph(data)
     data.features = "degree"
@@ -185,7 +185,7 @@ def test_wikics_layout(tmp_path: Path) -> None:
     folder = tmp_path / "root" / "WikiCS" / "raw"
     folder.mkdir(parents=True)
     (folder / "data.json").write_text(json.dumps(content))
-    graph = open_graph(DataConfig(name="wikics", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(DataConfig(name="wikics", normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores")))
     shutil.copytree(folder, tmp_path / "pyg" / "raw")
     data = WikiCS(str(tmp_path / "pyg"), is_undirected=True)[0]
     assert_same_edges(graph, data.edge_index)
@@ -197,7 +197,7 @@ def test_wikics_layout(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(graph.masks["test"][:, i]), data.test_mask)
     (folder / "data.json").write_text('{"features": [[1.0]]')
     with pytest.raises(UserError, match=r"data\.json cannot be read"):
-        open_graph(DataConfig(name="wikics", root=str(tmp_path / "root"), store_dir=str(tmp_path / "other")))
+        open_graph(DataConfig(name="wikics", normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "other")))
 
 
 def write_csv(path: Path, rows: np.ndarray) -> None:
@@ -218,7 +218,7 @@ def test_ogb_csv_layout(tmp_path: Path, name: str, split: str) -> None:
     write_csv(folder / "raw" / "node-feat.csv.gz", x)
     for part, ids in zip(("train", "valid", "test"), np.split(order, [20, 30]), strict=True):
         write_csv(folder / "split" / split / f"{part}.csv.gz", ids)
-    graph = open_graph(DataConfig(name=name, root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(DataConfig(name=name, normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores")))
     assert_same_edges(graph, torch.from_numpy(edges.T.copy()))
     np.testing.assert_allclose(graph.x, x, atol=1e-6)
     np.testing.assert_array_equal(graph.y, y)
@@ -251,7 +251,7 @@ def test_papers100m_layout_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
     save(folder / "raw" / "node-label.npz", node_label=y)
     for part, ids in zip(("train", "valid", "test"), np.split(np.arange(10), [5, 7]), strict=True):
         write_csv(folder / "split" / "time" / f"{part}.csv.gz", ids)
-    data = DataConfig(name="ogbn-papers100m", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores"), feature_dtype="float16")
+    data = DataConfig(name="ogbn-papers100m", normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores"), feature_dtype="float16")
     graph = open_graph(data)
     assert_same_edges(graph, torch.from_numpy(np.ascontiguousarray(edge_index)))
     np.testing.assert_array_equal(graph.x, x.astype(np.float16))
@@ -351,7 +351,7 @@ def test_ogb_archive_is_unpacked_without_a_question(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("ogb.utils.url.download_url", fake)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     dataset = DATASETS["ogbn-arxiv"]
-    data = DataConfig(name="ogbn-arxiv", root=str(tmp_path), store_dir=str(tmp_path / "stores"))
+    data = DataConfig(name="ogbn-arxiv", normalize="source", root=str(tmp_path), store_dir=str(tmp_path / "stores"))
     folder = raw_module.find_raw(data, dataset.folder, dataset.files, _fetch(dataset))
     assert all((folder / name).read_text() == name for name in dataset.files)
     assert [p.name for p in folder.parent.iterdir()] == ["ogbn_arxiv"]

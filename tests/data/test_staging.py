@@ -223,7 +223,7 @@ def test_graphs_open_from_the_copy(tiny_sbm, tmp_path, in_memory):
     staged = open_graph(tiny_sbm)
     assert staged.path == tmp_path / "cache" / plain.fingerprint and staged.fingerprint == plain.fingerprint
     assert np.array_equal(staged.x, plain.x)
-    assert fingerprint(Config(data=tiny_sbm)) == fingerprint(Config(data=DataConfig(name="sbm", sbm=tiny_sbm.sbm)))
+    assert fingerprint(Config(data=tiny_sbm)) == fingerprint(Config(data=DataConfig(name="sbm", normalize="source", sbm=tiny_sbm.sbm)))
     shutil.rmtree(tmp_path / "cache")
     remote = DataConfig(name="mine", path=in_memory, stage_dir=str(tmp_path / "cache"))
     assert open_graph(remote).path == staged.path

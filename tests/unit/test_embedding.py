@@ -26,9 +26,9 @@ from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel
 from cimage_dist.rows import load_rows, open_rows
 from cimage_dist.train.progress import Progress
-from tests.settings import changed, small_sbm_config
+from tests.settings import ROUTING, changed, small_sbm_config
 
-MODEL = ["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=2", "resources.threads=1"]
+MODEL = [*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=2", "resources.threads=1"]
 
 
 def model_of(cfg: Config, graph: Graph) -> CimageModel:

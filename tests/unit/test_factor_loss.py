@@ -17,6 +17,7 @@ from cimage_dist.nn.model import build_model
 from cimage_dist.train.batches import StepBatch
 from cimage_dist.train.step import loss_terms
 from cimage_dist.types import CIScores, EdgeList
+from tests.settings import ROUTING
 
 FIRST = torch.tensor([True, False, False])  # factor 0 is the context, 1 and 2 are the others
 
@@ -177,7 +178,7 @@ def objective_gradients(cfg: Config, context: torch.Tensor) -> tuple[dict[str, t
 @pytest.mark.parametrize("full", [True, False])
 def test_every_parameter_of_the_model_is_attached_when_a_context_is_empty(full):
     """The encoder and the factor decoder get zero gradients, not missing ones: DDP waits for every parameter."""
-    cfg = load_config(overrides=["model.num_factors=4", "model.factor_dim=3", "model.factor_hidden=8", "model.dropout=0", "loss.factor_weight=1"])
+    cfg = load_config(overrides=[*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.factor_hidden=8", "model.dropout=0", "loss.factor_weight=1"])
     terms, grads = objective_gradients(cfg, torch.full((4,), full))
     assert float(terms["factor"]) == 0.0
     assert {name for name in grads if name.startswith("factors.")} == {f"factors.layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
@@ -193,8 +194,8 @@ def test_every_parameter_of_the_model_is_attached_when_a_context_is_empty(full):
 @pytest.mark.parametrize("direction", ["paper", "code"])
 def test_the_step_gives_the_decoder_the_right_side(direction):
     """The hidden factors are the target of the loss and invisible to the decoder, in either direction."""
-    cfg = load_config(overrides=["model.num_factors=4", "model.factor_dim=3", "model.factor_hidden=8", "model.dropout=0", "model.factor_dropout=0"])
-    cfg = dataclasses.replace(cfg, loss=LossConfig(factor_weight=1.0, factor_direction=direction))
+    cfg = load_config(overrides=[*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.factor_hidden=8", "model.dropout=0", "model.factor_dropout=0"])
+    cfg = dataclasses.replace(cfg, loss=LossConfig(factor_weight=1.0, redundancy_weight=0.0, factor_direction=direction))
     context = torch.tensor([True, True, False, False])
     seen: list[torch.Tensor] = []
     model = build_model(6, cfg).train()

@@ -13,7 +13,7 @@ from cimage_dist.nn import messages
 from cimage_dist.nn.messages import Hops, weighted_sum
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import Trainer
-from tests.settings import small_sbm_config
+from tests.settings import ROUTING, small_sbm_config
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_the_number_of_threads_does_not_change_the_bits():
 @pytest.mark.parametrize(("layers", "fanouts"), [(1, [3, 3]), (2, [4, 3, 2]), (2, [3]), (3, [2, 2]), (2, [-1, -1, -1, 2])])
 def test_seeds_do_not_notice_that_layers_stop_early(layers, fanouts, tail, grad, store_dir: Path, small_sbm, double):
     """Values on the seeds and gradients of the projection, with fewer hops than layers, as many, and more."""
-    settings = ["model.num_factors=3", "model.factor_dim=4", "model.dropout=0", f"model.num_layers={layers}", "model.routing_iterations=2"]
+    settings = [*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.dropout=0", f"model.num_layers={layers}", "model.routing_iterations=2"]
     settings += [f"model.tail={tail}", f"model.routing_grad={grad}", f"sampler.fanouts={fanouts}", "sampler.batch_edges=6"]
     cfg = small_sbm_config(store_dir, *settings)
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())

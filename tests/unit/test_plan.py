@@ -32,9 +32,18 @@ from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
 from tests.conftest import small_sbm_settings
 from tests.procs import run_ranks
+from tests.settings import ROUTING
 
 ROOT = Path(__file__).parents[2]
-SAMPLED = ["model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "sampler.fanouts=[3,3,2]", "sampler.batch_edges=24", "loss.factor_weight=0.5"]
+SAMPLED = [
+    *ROUTING,
+    "model.num_factors=4",
+    "model.factor_dim=3",
+    "model.num_layers=2",
+    "sampler.fanouts=[3,3,2]",
+    "sampler.batch_edges=24",
+    "loss.factor_weight=0.5",
+]
 
 
 def demo(store_dir: Path, *overrides: str) -> Config:

@@ -130,7 +130,7 @@ ENCODERS = [
     {"propagation": "gcn", "teleport": 0.0, "tail": False},
     {"propagation": "routing", "teleport": 0.2, "tail": True},
     {"propagation": "routing", "teleport": 0.2, "init": "pca", "tail": False},
-    {"propagation": "routing", "teleport": 0.0, "hidden": 5, "norm": "layer"},
+    {"propagation": "routing", "teleport": 0.0, "init": "random", "hidden": 5, "norm": "layer"},
 ]
 
 

@@ -358,7 +358,8 @@ SAMPLED = ["sampler.fanouts=[3,3]", "model.norm=batch", "train.epochs=1"]
 @pytest.mark.parametrize("extra", [[], SAMPLED], ids=["full", "sampled"])
 def test_stored_moments_are_those_of_the_clean_features(extra, store_dir, small_sbm):
     """Whatever dropout did in training; a refresh and validation see them too."""
-    cfg = config(store_dir, "model.dropout=0.8", "train.validate_every=5", *extra)
+    norm = ["model.init=random", "model.dropout=0.8"]
+    cfg = config(store_dir, *norm, "train.validate_every=5", *extra)
     seen: list[torch.Tensor] = []
     clean = small_sbm.features()
 

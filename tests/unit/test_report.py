@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cimage_dist.artifacts import RunDir, write_json, write_text
+from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.errors import UserError
 from cimage_dist.eval.report import footnotes, print_scores, read_metrics, score_table, write_report
@@ -130,7 +131,12 @@ def test_report(run: RunDir) -> None:
     assert text.count("| 0.01 | 1e+04 |") == 11  # every second step, and the last
     assert "Validation: best 70.00 at step 10, last 65.50." in text
     changed = text.partition("## Settings that differ from the defaults")[2].partition("## Environment")[0]
-    rows = ["| `data.name` | sbm | digits |", "| `sampler.fanouts` | [5, 5] | [] |", "| `train.epochs` | 20 | 100 |", "| `run.seed` | 3 | 0 |"]
+    rows = [
+        "| `data.name` | sbm | digits |",
+        "| `sampler.fanouts` | [5, 5] | [] |",
+        f"| `train.epochs` | 20 | {Config().train.epochs} |",
+        "| `run.seed` | 3 | 0 |",
+    ]
     assert [line for line in changed.splitlines() if line.startswith("| `")] == rows
     assert "Python 3.11, Linux, 2 CPUs; torch 2.0." in text and "ogb" not in text
     assert "run `cimage evaluate` again" not in text
