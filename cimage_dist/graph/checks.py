@@ -157,4 +157,5 @@ def normalize_rows(rows: Array, kind: str) -> Array:
     rows = rows.astype(np.float32)
     size = np.abs(rows.astype(np.float64))
     total = size.sum(axis=1) if kind == "row" else np.sqrt(np.square(size).sum(axis=1))
-    return (rows / np.where(total > 0, total, 1)[:, None]).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # infinite values are reported by check_features
+        return (rows / np.where(total > 0, total, 1)[:, None]).astype(np.float32)

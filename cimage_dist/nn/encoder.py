@@ -119,6 +119,7 @@ class Encoder(nn.Module):
         cfg = self.cfg
         start = self.project(x_NF)
         if cfg.propagation == "gcn":
+            start = start.to(self.linear.weight.dtype)  # sums stay in single precision
             h = propagate(start, edges, cfg.teleport, cfg.num_layers, hops)
             return Encoding(h, h)
         h_NKC = start = self._stored(start)

@@ -83,7 +83,8 @@ def _sampled_rows(cfg: Config, size: GraphSize) -> Rows:
 def masked_edges(cfg: Config, num_nodes: int, edges: int) -> int:
     """The most edges that the walks of one mask can hide (§3)."""
     starts = num_nodes if cfg.mask.start == "node" else edges
-    return min(edges, int(cfg.mask.start_rate * starts) * cfg.mask.walk_length)
+    walked = int(cfg.mask.start_rate * starts) * cfg.mask.walk_length * (1 + cfg.mask.symmetric)
+    return min(edges, walked)
 
 
 def _full_graph_rows(cfg: Config, size: GraphSize, edges: int, batches_per_epoch: int) -> Rows:

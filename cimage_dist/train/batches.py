@@ -72,7 +72,9 @@ class FullGraphBatches:
         self.x, self.cfg, self.comm = x, cfg, comm
         self.masker = PathMasker(topology, cfg.mask, cfg.run.seed)
         starts = topology.num_nodes if cfg.mask.start == "node" else topology.num_edges
-        most = min(topology.num_edges, int(cfg.mask.start_rate * starts) * cfg.mask.walk_length)
+        # A symmetric mask holds the other direction of every walked edge, too.
+        walked = int(cfg.mask.start_rate * starts) * cfg.mask.walk_length * (1 + cfg.mask.symmetric)
+        most = min(topology.num_edges, walked)
         self.steps_per_epoch = max(1, math.ceil(most / cfg.train.batch_edges))
         self._masks: dict[int, tuple[int, MaskedGraph]] = {}  # of each view: the epoch, and its mask
 

@@ -79,7 +79,7 @@ def write(project: Path, name: str = "small", **changes: Any) -> Path:
         ({"published": {"other": {"blocks": 1.0}}}, "published.other is no row"),
         ({"seeds": {"blocks": 0}}, "seeds.blocks=0"),
         ({"seeds": {"nothing": 1}}, "configs/node/nothing.yaml"),
-        ({"rows": ["shipped"]}, "rows and seeds must map"),
+        ({"rows": ["shipped"]}, "rows, seeds and configs must map"),
         ({"extra": "colours"}, "extra is 'colours'"),
         ({"rows": None, "grid": "configs/node/blocks.yaml"}, "grid must name a sweep file"),
     ],
@@ -92,11 +92,10 @@ def test_a_wrong_table_is_refused_before_anything_runs(project, changes, said):
 def test_shipped_tables_load(monkeypatch):
     monkeypatch.chdir(ROOT)
     tables = load_tables(Path("configs/bench"))
-    assert [t.name for t in tables][:3] == ["node", "link", "partition"]
+    assert [t.name for t in tables][:3] == ["node", "link", "ten"]
     by_name = {t.name: t for t in tables}
-    assert by_name["k_node"].rows["8"]["cora"] == ("model.num_factors=8",), "the points of the sweep file"
-    eight = next(c for c in by_name["k_node"].cells() if c.dataset == "cora" and c.overrides == ("model.num_factors=8",))
-    assert eight.folder == "node/cora/as-shipped", "the same run as in the main table"
+    gcn = next(c for c in by_name["encoder"].cells() if c.dataset == "cora" and c.overrides == ("model.propagation=gcn",))
+    assert gcn.folder == "node/cora/as-shipped", "the same run as in the main table"
 
 
 def test_tables_share_runs_and_early_seeds_come_first(project):

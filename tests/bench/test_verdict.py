@@ -24,7 +24,7 @@ def table(rows: Sequence[str] = ("ours",), **changes: Any) -> Table:
         "note": "",
         "config": "configs/node/{dataset}.yaml",
         "seeds": {"cora": 4},
-        "rows": {name: {"cora": (f"loss.cluster_weight={0.01 * at}",) if at else ()} for at, name in enumerate(rows)},
+        "rows": {name: {"cora": (f"loss.cluster_weight={1 + at}",) if at else ()} for at, name in enumerate(rows)},
         "scores": {"node.test": "", "node.val": "validation"},
     }
     return Table(name="t", **(body | changes))

@@ -36,7 +36,7 @@ SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
         ("model.dropout: {low: 0.1, high: 0.5, lgo: true}", "model.dropout has an unknown entry 'lgo'"),
         ("cluster.growth: {low: 0, high: 1}", "cluster.growth is no number"),
         ("sampler.fanouts: {low: 1, high: 2}", "sampler.fanouts is no number"),
-        ("loss.factor_weight: {around: 2}", "loss.factor_weight is 0.0 in the given config"),
+        ("optim.weight_decay: {around: 2}", "optim.weight_decay is 0.0 in the given config"),
         ("run.seed: [1, 2]", "run.seed cannot be searched"),
         ("data.split: [random, public]", "data.split cannot be searched"),
         ("optim.lr_min: {low: 0.5, high: 0.9}", "optim.lr_min must lie between 0 and optim.lr_max"),

@@ -89,6 +89,7 @@ def test_saved_and_loaded_equals_fitted_and_the_command_line(name: str, settings
 
 
 def test_learned_attributes(cfg: Config, small_sbm: Graph, tmp_path: Path) -> None:
+    cfg.loss.factor_weight = 0.0
     plain = Pretrainer(cfg)
     assert not hasattr(plain, "model_") and repr(plain) == "Pretrainer(not fitted)"
     assert plain.fit(small_sbm) is plain and repr(plain) == "Pretrainer(fitted, step 4)"

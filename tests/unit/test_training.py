@@ -33,6 +33,7 @@ TINY = [
     "train.epochs=8",
     "run.log_every=1",
     "run.checkpoint_every=2",
+    "loss.factor_weight=0",
 ]
 
 
@@ -128,6 +129,7 @@ def test_redundancy_alone_trains_without_an_edge_decoder(store_dir, small_sbm):
         *TINY,
         *VIEWS,
         "loss.structure_weight=0",
+        "loss.cluster_weight=0",
         "train.epochs=30",
     ]
     cfg = load_config(overrides=overrides)
@@ -192,7 +194,7 @@ def test_many_steps_per_epoch_use_every_masked_edge_once(cfg, small_sbm):
     cfg.train.batch_edges, cfg.mask.start_rate = 100, 0.7
     topology = small_sbm.topology()
     batches = FullGraphBatches(small_sbm.features(), topology, cfg, Comm())
-    assert batches.steps_per_epoch == math.ceil(min(topology.num_edges, 3 * 210) / 100)
+    assert batches.steps_per_epoch == math.ceil(min(topology.num_edges, 2 * 3 * 210) / 100)
     masked = batches.masker.mask(1).masked
     parts = [batches.batch(step) for step in range(batches.steps_per_epoch, 2 * batches.steps_per_epoch)]
     got = torch.cat([b.pairs[: b.num_pos] for b in parts])
@@ -269,7 +271,7 @@ def test_half_precision_activations_follow_the_single_ones(store_dir, small_sbm,
     common = [*small_sbm_settings(store_dir), *TINY, *FACTORS, f"sampler.fanouts={fanouts}", "sampler.batch_edges=64", "train.epochs=2"]
     full, half = (losses(load_config(overrides=[*common, f"train.precision={name}"]), small_sbm) for name in ("float32", "bfloat16"))
     assert full != half
-    np.testing.assert_allclose(half, full, rtol=0.05)  # numbers of 8 bits
+    np.testing.assert_allclose(half, full, rtol=0.05, atol=0.02)  # numbers of 8 bits
 
 
 @pytest.mark.slow
