@@ -29,9 +29,7 @@ def _view_keys(view: int) -> tuple[int, ...]:
     return (view,) if view else ()
 
 
-def walk_starts(
-    topology: Topology, cfg: MaskConfig, seed: int, epoch: int, view: int = 0
-) -> tuple[Tensor, Tensor]:
+def walk_starts(topology: Topology, cfg: MaskConfig, seed: int, epoch: int, view: int = 0) -> tuple[Tensor, Tensor]:
     """(gid where each walk starts, global id of the walk) (§3).
 
     An exact share of the nodes, the walk named after its node; or the source of every edge kept with that probability, the
@@ -97,9 +95,7 @@ class PathMasker:
         topology = self.topology
         starts, walker = walk_starts(topology, self.cfg, self.seed, epoch, view)
         hidden = torch.zeros(topology.num_edges, dtype=torch.bool)
-        hidden[
-            walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)
-        ] = True
+        hidden[walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)] = True
         if self.cfg.symmetric:
             hidden |= hidden[self.reverse]
         # An edge whose reverse survived stays visible in both directions: the released behaviour (§3).
@@ -141,6 +137,15 @@ class PathMasker:
         keep = torch.ones(count, dtype=torch.bool)
         keep[open_] = False
         return pairs[keep]
+
+
+def most_masked(cfg: MaskConfig, num_nodes: int, num_edges: int) -> int:
+    """The most directed edges that one mask can hide: each step of a walk hides one, and with
+    `symmetric` its reverse.
+    """
+    starts = num_nodes if cfg.start == "node" else num_edges
+    walked = int(cfg.start_rate * starts) * cfg.walk_length
+    return min(num_edges, walked * (2 if cfg.symmetric else 1))
 
 
 def is_edge(keys: Tensor, num_nodes: int, pairs: Tensor) -> Tensor:

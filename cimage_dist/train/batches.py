@@ -15,7 +15,7 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.graph.loader import BatchLoader, BatchSource
-from cimage_dist.graph.masking import MaskedGraph, PathMasker
+from cimage_dist.graph.masking import MaskedGraph, PathMasker, most_masked
 from cimage_dist.nn.features import Features, drop_columns
 from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.model import View
@@ -50,9 +50,7 @@ class StepBatch:
 
 def _columns(x: Features, cfg: Config, step: int, view: int) -> Features:
     """x as a view of a step sees it: without the columns drawn for it, the same on all ranks."""
-    return drop_columns(
-        x, cfg.mask.feature_rate, keyed.stream(cfg.run.seed, "view-columns", step, view)
-    )
+    return drop_columns(x, cfg.mask.feature_rate, keyed.stream(cfg.run.seed, "view-columns", step, view))
 
 
 class Batches(Protocol):
@@ -73,12 +71,9 @@ class FullGraphBatches:
     def __init__(self, x: Features, topology: Topology, cfg: Config, comm: Comm) -> None:
         self.x, self.cfg, self.comm = x, cfg, comm
         self.masker = PathMasker(topology, cfg.mask, cfg.run.seed)
-        starts = topology.num_nodes if cfg.mask.start == "node" else topology.num_edges
-        most = min(topology.num_edges, int(cfg.mask.start_rate * starts) * cfg.mask.walk_length)
+        most = most_masked(cfg.mask, topology.num_nodes, topology.num_edges)
         self.steps_per_epoch = max(1, math.ceil(most / cfg.train.batch_edges))
-        self._masks: dict[
-            int, tuple[int, MaskedGraph]
-        ] = {}  # of each view: the epoch, and its mask
+        self._masks: dict[int, tuple[int, MaskedGraph]] = {}  # of each view: the epoch, and its mask
 
     def _mask_of(self, epoch: int, view: int = 0) -> MaskedGraph:
         if view not in self._masks or self._masks[view][0] != epoch:
@@ -92,9 +87,7 @@ class FullGraphBatches:
     def _view(self, step: int, view: int) -> tuple[Features, EdgeList]:
         """Features and edges that the encoder sees in a view of a step."""
         mask = self._mask_of(step // self.steps_per_epoch, view)
-        return _columns(self.x, self.cfg, step, view), self.masker.hide_more(
-            mask.visible, step, view
-        )
+        return _columns(self.x, self.cfg, step, view), self.masker.hide_more(mask.visible, step, view)
 
     def batch(self, step: int) -> StepBatch:
         epoch, part = divmod(step, self.steps_per_epoch)
@@ -121,9 +114,7 @@ class FullGraphBatches:
             global_neg=negatives.shape[0],
             global_nodes=num_nodes,
             gids=nodes,
-            second=View(*self._view(step, 1), nodes)
-            if self.cfg.loss.redundancy_weight > 0
-            else None,
+            second=View(*self._view(step, 1), nodes) if self.cfg.loss.redundancy_weight > 0 else None,
         )
 
     def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
@@ -184,9 +175,7 @@ class SampledBatches:
             second=second,
         )
 
-    def _view(
-        self, sample: SampledBatch | SampledView, step: int, view: int
-    ) -> tuple[Features, EdgeList, Tensor, Hops]:
+    def _view(self, sample: SampledBatch | SampledView, step: int, view: int) -> tuple[Features, EdgeList, Tensor, Hops]:
         """Features, messages, rows of the positives' endpoints, and hops of a view."""
         assert sample.x is not None
         x = _columns(sample.x.to(torch.get_default_dtype()), self.cfg, step, view)
