@@ -115,12 +115,12 @@ class ModelConfig:
     init: Literal["random", "pca"] = opt("pca", "start of the projection: random, or the principal directions of the features, rotated")
     hidden: int = opt(0, "hidden width of the projection, the appendix's 'encoder hidden dim.'; 0: one linear layer")
     propagation: Literal["routing", "gcn"] = opt("gcn", "layers after the projection: neighbourhood routing (paper), or plain GCN smoothing")
-    teleport: float = opt(0.2, "alpha, share of the node's own projected factors mixed back in after every layer")
+    teleport: float = opt(0.15, "alpha, share of the node's own projected factors mixed back in after every layer")
     dropout: float = opt(0.0, "dropout on the input features")
     norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
         "auto", "normalisation of the projection's first layer; auto: none with init=pca, else batch on the full graph, moments when sampled"
     )
-    num_layers: int = opt(5, "layers after the projection, as many hops")
+    num_layers: int = opt(4, "layers after the projection, as many hops")
     routing_iterations: int = opt(4, "T, iterations inside a routing layer")
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
     routing_init: Literal["uniform", "self"] = opt("uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)")

@@ -139,6 +139,15 @@ class PathMasker:
         return pairs[keep]
 
 
+def most_masked(cfg: MaskConfig, num_nodes: int, num_edges: int) -> int:
+    """The most directed edges that one mask can hide: each step of a walk hides one, and with
+    `symmetric` its reverse.
+    """
+    starts = num_nodes if cfg.start == "node" else num_edges
+    walked = int(cfg.start_rate * starts) * cfg.walk_length
+    return min(num_edges, walked * (2 if cfg.symmetric else 1))
+
+
 def is_edge(keys: Tensor, num_nodes: int, pairs: Tensor) -> Tensor:
     """Whether each pair [n, 2] is among the sorted edge keys."""
     wanted = pairs[:, 0] * num_nodes + pairs[:, 1]

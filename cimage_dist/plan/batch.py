@@ -7,6 +7,7 @@ import math
 from cimage_dist.config import Config
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.loader import BatchSource
+from cimage_dist.graph.masking import most_masked
 from cimage_dist.graph.seeds import rank_slice
 from cimage_dist.graph.store import Graph
 from cimage_dist.plan.play import SECOND, Rows, hop_rows
@@ -82,9 +83,7 @@ def _sampled_rows(cfg: Config, size: GraphSize) -> Rows:
 
 def masked_edges(cfg: Config, num_nodes: int, edges: int) -> int:
     """The most edges that the walks of one mask can hide (§3)."""
-    starts = num_nodes if cfg.mask.start == "node" else edges
-    walked = int(cfg.mask.start_rate * starts) * cfg.mask.walk_length * (1 + cfg.mask.symmetric)
-    return min(edges, walked)
+    return most_masked(cfg.mask, num_nodes, edges)
 
 
 def _full_graph_rows(cfg: Config, size: GraphSize, edges: int, batches_per_epoch: int) -> Rows:

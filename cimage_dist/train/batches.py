@@ -15,7 +15,7 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.graph.loader import BatchLoader, BatchSource
-from cimage_dist.graph.masking import MaskedGraph, PathMasker
+from cimage_dist.graph.masking import MaskedGraph, PathMasker, most_masked
 from cimage_dist.nn.features import Features, drop_columns
 from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.model import View
@@ -71,10 +71,7 @@ class FullGraphBatches:
     def __init__(self, x: Features, topology: Topology, cfg: Config, comm: Comm) -> None:
         self.x, self.cfg, self.comm = x, cfg, comm
         self.masker = PathMasker(topology, cfg.mask, cfg.run.seed)
-        starts = topology.num_nodes if cfg.mask.start == "node" else topology.num_edges
-        # A symmetric mask holds the other direction of every walked edge, too.
-        walked = int(cfg.mask.start_rate * starts) * cfg.mask.walk_length * (1 + cfg.mask.symmetric)
-        most = min(topology.num_edges, walked)
+        most = most_masked(cfg.mask, topology.num_nodes, topology.num_edges)
         self.steps_per_epoch = max(1, math.ceil(most / cfg.train.batch_edges))
         self._masks: dict[int, tuple[int, MaskedGraph]] = {}  # of each view: the epoch, and its mask
 

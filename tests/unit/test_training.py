@@ -190,11 +190,14 @@ def _nan_loss(pos: torch.Tensor, neg: torch.Tensor, *weights: Any) -> Any:
     return dataclasses.replace(a, total=a.total * math.nan), b
 
 
-def test_many_steps_per_epoch_use_every_masked_edge_once(cfg, small_sbm):
-    cfg.train.batch_edges, cfg.mask.start_rate = 100, 0.7
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_many_steps_per_epoch_use_every_masked_edge_once(cfg, small_sbm, symmetric):
+    cfg.train.batch_edges = 100
+    cfg.mask.start_rate, cfg.mask.symmetric = 0.7, symmetric
+    walked = 3 * 210 * (1 + symmetric)
     topology = small_sbm.topology()
     batches = FullGraphBatches(small_sbm.features(), topology, cfg, Comm())
-    assert batches.steps_per_epoch == math.ceil(min(topology.num_edges, 2 * 3 * 210) / 100)
+    assert batches.steps_per_epoch == math.ceil(min(topology.num_edges, walked) / 100)
     masked = batches.masker.mask(1).masked
     parts = [batches.batch(step) for step in range(batches.steps_per_epoch, 2 * batches.steps_per_epoch)]
     got = torch.cat([b.pairs[: b.num_pos] for b in parts])
