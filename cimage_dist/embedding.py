@@ -30,7 +30,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
-from cimage_dist.nn.inference import MAX_FLOATS, encode_rows, num_stages
+from cimage_dist.nn.inference import MAX_FLOATS, encode_rows, num_stages, reach
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.rows import RowFiles, Rows, describe_parts, step_of
 from cimage_dist.train.embedder import SampledEmbedder
@@ -140,8 +140,11 @@ class Bench:
 
     def _sampled(self, rows: slice) -> Iterator[Rows]:
         gids = np.load(self.root / "nodes.npy", mmap_mode="r", allow_pickle=False)[rows]
-        # Without fan-outs all neighbours are taken, as far as the encoder sees: exact.
-        fanouts = self.cfg.sampler.fanouts or [-1] * (num_stages(self.cfg.model) - 1)
+        # Without fan-outs all neighbours are taken, as far as the encoder sees: exact. Training may
+        # propagate over fewer hops than the encoder has; here the last fan-out serves the others.
+        hops = reach(self.cfg.model)
+        given = self.cfg.sampler.fanouts or [-1]
+        fanouts = given + given[-1:] * (hops - len(given))
         cfg = replace(self.cfg, sampler=replace(self.cfg.sampler, fanouts=fanouts))
         embedder = SampledEmbedder(self.graph.x, self.topology, cfg, self.device)
         for part in np.array_split(gids, -(-len(gids) // 2048)):
