@@ -329,8 +329,8 @@ def test_cells_name_their_run():
 
 
 def test_recorded_commands():
-    plain = Cell("configs/node/cora.yaml", "cora", ("loss.cluster_weight=0",), 3)
-    assert plain.command() == "cimage pretrain configs/node/cora.yaml loss.cluster_weight=0 run.seed=3"
+    plain = Cell("configs/node/cora.yaml", "cora", ("loss.cluster_weight=0.7",), 3)
+    assert plain.command() == "cimage pretrain configs/node/cora.yaml loss.cluster_weight=0.7 run.seed=3"
     several = Cell("configs/node/cora.yaml", "cora", ("sampler.fanouts=[5,5,5,5,5,5]", "resources.num_workers=2"), 0)
     assert several.command().endswith("yaml resources.num_workers=2 sampler.fanouts=[5,5,5,5,5,5] run.seed=0 --on ray")
     views = Cell("configs/node/cora.yaml", "cora", (), 1, "views")
