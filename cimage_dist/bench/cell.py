@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from cimage_dist import artifacts, environment, keyed, stages
+from cimage_dist import artifacts, environment, stages
 from cimage_dist.bench.low_labels import low_label_scores
 from cimage_dist.bench.spec import RULER, Cell
 from cimage_dist.config import Config
-from cimage_dist.errors import UserError
 from cimage_dist.evaluation import evaluate_run
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
@@ -49,8 +44,6 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
         return read_result(target)
     cfg = cell.load(f"run.dir={runs / cell.run_folder / f'seed-{cell.seed}'}", "run.tensorboard=false")
     graph = open_graph(cfg.data)
-    if cell.degrade:
-        cfg = with_degraded_labels(cfg, graph, float(cell.overrides[0].partition("=")[2]), runs / cell.folder / f"labels-{cell.seed}.npz", cell)
     # The controls are those of the shipped config: once is enough.
     is_shipped = cell.folder.endswith("/as-shipped")
     few = cfg.eval.few_labels or _FEW_LABELS
@@ -96,33 +89,6 @@ def code_commit() -> str | None:
 
     commit = git("describe", "--always")
     return f"{commit}-dirty" if commit and git("status", "--porcelain", "--", "cimage_dist", "configs") else commit or None
-
-
-def degraded_labels(y: Tensor, accuracy: float, seed: int) -> Tensor:
-    """Classes of which a keyed share is replaced by another class, so that `accuracy` percent are right; int64 [N], -1 stays unknown."""
-    if not 0 < accuracy <= 100:
-        raise UserError(f"An accuracy of pseudo-labels lies in (0, 100]; got {accuracy}.")
-    known = (y >= 0).nonzero().squeeze(1)
-    num_classes = int(y.max()) + 1
-    wrong = known[torch.argsort(keyed.bits(keyed.stream(seed, "initial-labels", 7), known))[: math.floor(known.numel() * (1 - accuracy / 100) + 0.5)]]
-    shift = 1 + (keyed.uniform(keyed.stream(seed, "initial-labels", 8), wrong) * (num_classes - 1)).long().clamp(max=num_classes - 2)
-    out = y.clone()
-    out[wrong] = (y[wrong] + shift) % num_classes
-    return out
-
-
-def with_degraded_labels(cfg: Config, graph: Graph, accuracy: float, path: Path, cell: Cell) -> Config:
-    """The config with a file of degraded classes as its initial labels. This tells how much label quality matters; it is no method."""
-    import numpy as np
-
-    y = graph.labels()
-    if y is None:
-        raise UserError(f"Graph {graph.name!r} has no classes to make pseudo-labels from.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Which nodes are trusted first is drawn, too: without a confidence they would go by number, and public splits number their training nodes first.
-    confidence = keyed.uniform(keyed.stream(cell.seed, "initial-labels", 9), torch.arange(y.numel()))
-    np.savez(path, labels=degraded_labels(y, accuracy, cell.seed).numpy(), confidence=confidence.numpy())
-    return cell.load(f"run.dir={cfg.run.dir}", "run.tensorboard=false", "cluster.init=file", f"cluster.labels_path={path}")
 
 
 def cell_command(cell: Cell, results: Path, runs: Path) -> list[str]:

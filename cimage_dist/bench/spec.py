@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 
 EXTRAS = ("views", "low_labels")
-# How an extra, or degraded labels, are made: a higher number makes results of the way before outdated.
-_RECIPES = {"views": 1, "low_labels": 3, "degrade": 2}
+# How an extra is made: a higher number makes results of the way before outdated.
+_RECIPES = {"views": 1, "low_labels": 3}
 # How every run is scored: a higher number makes all results outdated. 2: converged logistic regression, chosen controls.
 RULER = 2
 
@@ -28,7 +28,6 @@ class Table:
 
     `scores` maps a path into a result (node.test) to its heading.
     `published`: {row: {dataset: number or [number for each score]}}. `against`: the row with which the others are compared seed by seed.
-    `degrade`: rows map to the accuracy, in percent, that pseudo-labels made from the classes are given.
     """
 
     name: str
@@ -43,15 +42,13 @@ class Table:
     against: str | None = None
     controls: bool = False
     extra: str | None = None
-    degrade: bool = False
     order: int = 100  # in the document; tables of one number by name
 
     def config_of(self, dataset: str) -> str:
         return self.configs.get(dataset, self.config).format(dataset=dataset)
 
     def cell(self, dataset: str, row: str, seed: int) -> Cell:
-        overrides = self.rows[row][dataset]
-        return Cell(self.config_of(dataset), dataset, overrides, seed, self.extra, self.degrade)
+        return Cell(self.config_of(dataset), dataset, self.rows[row][dataset], seed, self.extra)
 
     def is_same_run(self, dataset: str, row: str, other: str) -> bool:
         """Whether two rows say the same in other words, e.g. a value that is the default, too."""
@@ -72,12 +69,11 @@ class Cell:
     overrides: tuple[str, ...]
     seed: int
     extra: str | None = None
-    degrade: bool = False
 
     @property
     def changes(self) -> list[str]:
         """What differs from the config. An override that says what the config says anyway is no difference."""
-        return sorted(self.overrides if self.degrade else [text for text in self.overrides if _changes(self.config, text)])
+        return sorted(text for text in self.overrides if _changes(self.config, text))
 
     @property
     def folder(self) -> str:
@@ -100,33 +96,29 @@ class Cell:
     def path(self, results: Path) -> Path:
         return results / self.folder / f"seed-{self.seed}.json"
 
-    @property
-    def _settings(self) -> tuple[str, ...]:
-        return () if self.degrade else self.overrides
-
     def load(self, *more: str) -> Config:
-        return load_config(self.config, overrides=[*self._settings, f"run.seed={self.seed}", *more])
+        return load_config(self.config, overrides=[*self.overrides, f"run.seed={self.seed}", *more])
 
     @property
     def config_fingerprint(self) -> str:
         """The same for all seeds."""
-        return fingerprint(_loaded(self.config, self._settings))
+        return fingerprint(_loaded(self.config, self.overrides))
 
     @property
     def recipe(self) -> int:
-        return _RECIPES.get("degrade" if self.degrade else self.extra or "", 1)
+        return _RECIPES.get(self.extra or "", 1)
 
     def command(self) -> str:
         """What makes this run again, apart from the tables."""
-        if self.degrade or self.extra:
+        if self.extra:
             return " ".join(["python", *self.work(Path("runs/again"), Path("runs/bench"))])
-        on_ray = [] if _loaded(self.config, self._settings).resources.num_workers == 1 else ["--on ray"]
+        on_ray = [] if _loaded(self.config, self.overrides).resources.num_workers == 1 else ["--on ray"]
         return " ".join(["cimage pretrain", self.config, *self.changes, f"run.seed={self.seed}", *on_ray])
 
     def work(self, results: Path, runs: Path) -> list[str]:
         """The words that follow `python` for a process that makes this cell alone."""
         flags = [f"--results={results}", f"--runs={runs}", f"--seed={self.seed}", *([f"--extra={self.extra}"] if self.extra else [])]
-        flags += [*(["--degrade"] if self.degrade else []), *(f"--set={text}" for text in self.changes)]
+        flags += [f"--set={text}" for text in self.changes]
         return ["-m", "cimage_dist.runtime.bench_work", self.config, self.dataset, *flags]
 
 
@@ -159,14 +151,12 @@ def load_table(path: Path) -> Table:
         raise UserError(f"{path} cannot be read as yaml: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict):
         raise UserError(f"{path} must map keys to values.")
-    known = {item.name for item in dataclasses.fields(Table)} - {"name"} | {"grid"}
+    known = {item.name for item in dataclasses.fields(Table)} - {"name"}
     if unknown := sorted(set(body) - known):
         raise UserError(f"{path}: unknown key {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
-    if missing := [key for key in ("title", "config", "seeds", "scores") if not body.get(key)]:
+    if missing := [key for key in ("title", "config", "seeds", "rows", "scores") if not body.get(key)]:
         raise UserError(f"{path}: {missing[0]} is missing.")
-    if ("grid" in body) == ("rows" in body):
-        raise UserError(f"{path}: give either rows, or grid with a sweep file of configs/sweeps/.")
-    rows = _grid_rows(path, body.pop("grid")) if "grid" in body else body.pop("rows")
+    rows = body.pop("rows")
     if not all(isinstance(part, dict) for part in (rows, body["seeds"], body.get("configs", {}))):
         raise UserError(f"{path}: rows, seeds and configs must map names to values.")
     given: dict[str, Any] = {"note": ""} | body
@@ -187,16 +177,6 @@ def _overrides(path: Path, name: Any, value: Any) -> tuple[str, ...]:
     if not all(isinstance(text, str) and "=" in text for text in texts):
         raise UserError(f"{path}: rows.{name} must be a list of key=value; got {value!r}.")
     return tuple(texts)
-
-
-def _grid_rows(path: Path, grid: Any) -> dict[str, tuple[str, ...]]:
-    """The points of a sweep file of one dimension: the value is the row's name."""
-    try:
-        space: Mapping[str, Sequence[Any]] = yaml.safe_load(Path(grid).read_text())["space"]
-        ((key, values),) = space.items()
-    except (OSError, TypeError, KeyError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: grid must name a sweep file with a space of one key; {grid!r} is not one ({error}).") from None
-    return {str(value): (f"{key}={value}",) for value in values}
 
 
 def _check(path: Path, table: Table) -> None:

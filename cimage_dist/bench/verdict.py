@@ -38,7 +38,6 @@ def verdict(tables: Sequence[Table], results: Path) -> list[str]:
             _against_published(table, results),
             _against_controls(table, results),
             _rows(table, results),
-            _highest(table, results),
             _few(table, results),
         ):
             if sentence:
@@ -152,22 +151,6 @@ def _rows(table: Table, results: Path) -> str:
     counts = f"{len(comparisons)} comparison{'s' if len(comparisons) > 1 else ''}: {', '.join(words)}"
     by_row = {row: ", ".join(f"{c.dataset} {_gap(c.found)} {word}" for c, word in listed if c.row == row) for row in table.rows}
     return "; ".join([counts, *(f"{table.against} minus {row}: {gaps}" for row, gaps in by_row.items() if gaps)])
-
-
-def _highest(table: Table, results: Path) -> str:
-    """Of a table over the values of one setting: where the highest mean lies, ours and published."""
-    if table.against is not None or table.degrade or table.extra or len(table.published) < 3:
-        return ""
-    means = {row: dict(_means(table, results, row)) for row in table.rows}
-    path = next(iter(table.scores))
-    parts = []
-    for dataset in table.seeds:
-        ours = {row: found[dataset] for row, found in means.items() if dataset in found}
-        other = {row: v for row in table.rows if (v := published_at(table, row, dataset, path)) is not None}
-        if len(ours) == len(table.rows) and other:
-            best, lowest, theirs = max(ours, key=lambda r: ours[r]), min(ours.values()), max(other, key=lambda r: other[r])
-            parts.append(f"{dataset} highest at {best} ({ours[best]:.2f}, the lowest {lowest:.2f}), published at {theirs}")
-    return "; ".join(parts)
 
 
 def _few(table: Table, results: Path) -> str:

@@ -33,11 +33,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--extra")
-    parser.add_argument("--degrade", action="store_true")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args(words)
     try:
-        cell = Cell(args.config, args.dataset, tuple(args.overrides), args.seed, args.extra, args.degrade)
+        cell = Cell(args.config, args.dataset, tuple(args.overrides), args.seed, args.extra)
         run_cell(cell, args.results, args.runs, Progress(quiet=True), train)
     except UserError as error:
         print(f"error: {error}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,11 +107,23 @@ def test_tost_is_the_larger_of_two_one_sided_tests():
     assert equal([Comparison("cora", "a", found), Comparison("cora", "b", wide)]) == [True, False], "no difference found is not equality"
 
 
-def test_where_the_highest_mean_lies(tmp_path):
-    grid = table(("4", "8", "16"), published={"4": {"cora": 80.0}, "8": {"cora": 85.0}, "16": {"cora": 84.0}})
-    scores = {"4": [81.0] * 4, "8": [82.0] * 4, "16": [83.0] * 4}
-    fill(grid, tmp_path, scores)
-    assert verdict([grid], tmp_path) == ["T: Cora highest at 16 (83.00, the lowest 81.00), published at 8."]
+def test_a_row_that_says_what_another_says_is_not_compared(tmp_path):
+    rows = table(("ours", "worse"), against="ours")
+    rows = dataclasses.replace(rows, rows=rows.rows | {"again": {"cora": ("data.name=cora",)}})
+    fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1], "again": [80.0, 82.0, 81.0, 83.0]})
+    (said,) = verdict([rows], tmp_path)
+    assert said.startswith("T: 1 comparison: 1 differs") and "again" not in said
+
+
+def test_controls_with_few_labels_are_chosen_by_their_pool_score(tmp_path):
+    few = table(controls=True, scores={"few_labels.5.mean": ""})
+    scored = {
+        "smoothed": {"few_labels": {"5": {"mean": 75.0}}, "node": {"pool": 70.0}},
+        "pagerank": {"few_labels": {"5": {"mean": 74.0}}, "node": {"pool": 75.0}},
+    }
+    fill(few, tmp_path, {"ours": [0.0] * 4}, controls=scored, few_labels={"5": {"mean": 76.0}})
+    (said,) = verdict([few], tmp_path)
+    assert "cora +2.00" in said and said.endswith("(features after PageRank).")
 
 
 def test_few_labels(tmp_path):
