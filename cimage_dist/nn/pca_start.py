@@ -56,11 +56,6 @@ def principal_directions(moments: FeatureMoments, count: int, key: int) -> Tenso
     return vectors * torch.where(peak < 0, -1.0, 1.0)
 
 
-def feature_rank(moments: FeatureMoments, most: int) -> int:
-    """Number of directions in which the features vary, counted up to `most`."""
-    return principal_directions(moments, most, 0).shape[0]
-
-
 @torch.no_grad()
 def start_from_pca(linear: nn.Linear, moments: FeatureMoments, seed: int) -> None:
     """W = (V R)ᵀ, b = -W x̄: the D leading directions V [F, r], rotated by a keyed random R.
