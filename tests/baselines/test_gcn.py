@@ -1,0 +1,79 @@
+"""The supervised reference, feature normalisation, and the settings files of the GCN methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from importlib import resources
+
+import pytest
+import torch
+import yaml
+
+from cimage_dist.baselines import gcn
+from cimage_dist.baselines.features import prepared
+from cimage_dist.errors import UserError
+from tests.baselines.convolution import Small, assert_learns, assert_same, layer, planted, settings_of
+
+METHODS = ("gae", "vgae", "arga", "arvga", "dgi", "mvgrl", "grace", "ccassg", "gcn")
+
+
+def test_gcn_loss_and_gradient_match_dense_formula() -> None:
+    small, model = Small(), gcn.Network(7, 6, 3, 0.0).double()
+    y, rows = torch.arange(20) % 3, torch.arange(20) < 12
+    loss = gcn.loss(model(small.x, small.sparse), y, rows)
+    logits = layer(small.dense, layer(small.dense, small.x, model.first).relu(), model.second)
+    chosen = [logits[i].exp()[y[i]] / logits[i].exp().sum() for i in range(12)]
+    assert_same(loss, -torch.stack(chosen).log().mean(), model.parameters())
+
+
+def test_gcn_learns() -> None:
+    fitted = assert_learns(gcn.fit, settings_of("gcn", hidden=16, epochs=40))
+    assert fitted.embedding.shape == (150, 3)
+
+
+def test_gcn_reads_training_labels_alone() -> None:
+    graph, settings = planted(), settings_of("gcn", hidden=8, epochs=5)
+    assert graph.y is not None and graph.train is not None
+    hidden = dataclasses.replace(graph, y=graph.y.where(graph.train, -1))
+    blind = dataclasses.replace(graph, val=None)
+    fits = [gcn.fit(g, settings, 0, lambda *_: None).embedding for g in (hidden, blind)]
+    assert torch.equal(*fits)
+
+
+def test_gcn_stops_after_patience() -> None:
+    seen: list[int] = []
+    settings = settings_of("gcn", hidden=16, epochs=300, patience=4, lr=0.05)
+    gcn.fit(planted(), settings, 0, lambda done, total, loss: seen.append(done))
+    assert len(seen) < 300
+
+
+def test_gcn_without_labels_is_refused() -> None:
+    graph = dataclasses.replace(planted(), y=None)
+    with pytest.raises(UserError, match="training split"):
+        gcn.fit(graph, settings_of("gcn"), 0, lambda *_: None)
+
+
+def test_prepared_rows() -> None:
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    assert torch.equal(prepared(x, "none"), x)
+    torch.testing.assert_close(prepared(x, "row"), torch.tensor([[3 / 7, 4 / 7], [0.0, 0.0]]))
+    torch.testing.assert_close(prepared(x, "unit"), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
+    with pytest.raises(UserError, match="median"):
+        prepared(x, "median")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_file(method: str) -> None:
+    """Overrides name known keys, every value tells its origin, and published figures are percent."""
+    text = resources.files("cimage_dist.baselines").joinpath(f"{method}.yaml").read_text()
+    content = yaml.safe_load(text)
+    assert set(content) == {"default", "datasets", "published"}
+    for name, changes in content["datasets"].items():
+        assert name in {"cora", "citeseer", "pubmed", "photo", "computers"}
+        assert set(changes) <= set(content["default"])
+    indented = [line for line in text.split("published:")[0].splitlines() if line.startswith("  ")]
+    assert all("#" in line for line in indented if not line.rstrip().endswith(":"))
+    assert all(50 < value < 100 for value in content["published"]["node"].values())
+    assert all(50 < v < 100 for pair in content["published"].get("link", {}).values() for v in pair)
+    assert callable(importlib.import_module(f"cimage_dist.baselines.{method}").fit)
