@@ -1,4 +1,4 @@
-"""A small random graph with dense operators, a planted graph, and the checks all GCN methods share."""
+"""A small graph with dense operators, a planted graph, and the checks all GCN methods share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def edges_of(topology: Topology) -> Tensor:
 
 
 class Small:
-    """20 nodes, 7 features, float64: a sparse P for the package and a dense one for the reference."""
+    """20 nodes, 7 features, float64: a sparse P for the package, a dense one for the reference."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -63,7 +63,7 @@ def assert_same(loss: Tensor, reference: Tensor, parameters: Iterable[Tensor]) -
 
 
 def settings_of(method: str, **changes: Any) -> dict[str, Any]:
-    """The yaml file's defaults, made small: so a key that the code reads and the file lacks is found."""
+    """The yaml file's defaults, made small; a missing key is found here."""
     text = resources.files("cimage_dist.baselines").joinpath(f"{method}.yaml").read_text()
     return {**yaml.safe_load(text)["default"], "normalize": "unit", **changes}
 
@@ -99,7 +99,8 @@ def assert_learns(fit: Fit, settings: Mapping[str, Any], at_least: float = 0.7) 
 def accuracy(embedding: Tensor, graph: Graph) -> float:
     assert graph.y is not None and graph.train is not None
     z, y, train = embedding.numpy(), graph.y.numpy(), graph.train.numpy()
-    return float(LogisticRegression(max_iter=500).fit(z[train], y[train]).score(z[~train], y[~train]))
+    probe = LogisticRegression(max_iter=500).fit(z[train], y[train])
+    return float(probe.score(z[~train], y[~train]))
 
 
 def assert_scores_links(fitted: Fitted) -> None:

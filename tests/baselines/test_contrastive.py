@@ -1,4 +1,4 @@
-"""DGI, MVGRL, GRACE and CCA-SSG: losses and gradients from dense formulas; learning on a toy graph."""
+"""DGI, MVGRL, GRACE and CCA-SSG: losses and gradients from dense formulas; a toy graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_dgi_loss_and_gradient_match_dense_formula() -> None:
     torch.manual_seed(2)
     order = torch.randperm(small.n)
     conv, act = model.encoder.layers[0], model.encoder.acts[0]
-    real, fake = act(layer(small.dense, small.x, conv)), act(layer(small.dense, small.x[order], conv))
+    real = act(layer(small.dense, small.x, conv))
+    fake = act(layer(small.dense, small.x[order], conv))
     score = model.weight @ torch.sigmoid(real.mean(0))
     yes, no = torch.sigmoid(real @ score), torch.sigmoid(fake @ score)
     assert_same(loss, -yes.log().mean() - (1 - no).log().mean(), model.parameters())
@@ -52,7 +53,8 @@ def test_mvgrl_loss_and_gradient_match_dense_formula() -> None:
 
 def test_mvgrl_diffusion_is_the_series_of_walks() -> None:
     small = Small()
-    s, power, total = mvgrl.diffusion(small.edges, 20, 0.2, torch.float64), torch.eye(20).double(), 0
+    s = mvgrl.diffusion(small.edges, 20, 0.2, torch.float64)
+    power, total = torch.eye(20, dtype=torch.float64), torch.zeros(20, 20)
     for k in range(200):
         total, power = total + 0.2 * 0.8**k * power, power @ small.dense
     torch.testing.assert_close(s, total, rtol=1e-10, atol=1e-10)
@@ -103,7 +105,12 @@ def test_grace_keeps_no_table_of_all_pairs() -> None:
     """What autograd saves for the backward pass stays at the size of the embedding."""
     u, v = (torch.randn(400, 4, requires_grad=True) for _ in range(2))
     saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         grace.loss(u, v, 0.5, 50)
     assert max(saved) <= 400 * 4
 

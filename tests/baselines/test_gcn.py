@@ -13,7 +13,14 @@ import yaml
 from cimage_dist.baselines import gcn
 from cimage_dist.baselines.features import prepared
 from cimage_dist.errors import UserError
-from tests.baselines.convolution import Small, assert_learns, assert_same, layer, planted, settings_of
+from tests.baselines.convolution import (
+    Small,
+    assert_learns,
+    assert_same,
+    layer,
+    planted,
+    settings_of,
+)
 
 METHODS = ("gae", "vgae", "arga", "arvga", "dgi", "mvgrl", "grace", "ccassg", "gcn")
 
@@ -65,7 +72,7 @@ def test_prepared_rows() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_file(method: str) -> None:
-    """Overrides name known keys, every value tells its origin, and published figures are percent."""
+    """Overrides name known keys, values tell their origin, published figures are in percent."""
     text = resources.files("cimage_dist.baselines").joinpath(f"{method}.yaml").read_text()
     content = yaml.safe_load(text)
     assert set(content) == {"default", "datasets", "published"}
