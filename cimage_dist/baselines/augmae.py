@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
+from cimage_dist.baselines.encoders import seeded
 from cimage_dist.baselines.features import prepared
 from cimage_dist.baselines.graphmae2 import (
     attention_layer,
@@ -69,7 +70,7 @@ class MaskNet(nn.Module):
 
 @dataclass(frozen=True)
 class Draw:
-    """Node sets of one draw, int64: V = token rows and noise rows; `spared` are kept whatever k is."""
+    """Node sets of one draw, int64: V = token and noise rows; `spared` are kept whatever k is."""
 
     spared: Tensor
     token: Tensor
@@ -96,7 +97,14 @@ def draw(keep: Tensor, share: float, mask_rate: float, replace_rate: float) -> D
     return Draw(spared, rows[noise:], rows[:noise], others)
 
 
-def reconstruction(model: Model, x: Tensor, edge_index: Tensor, keep: Tensor, drawn: Draw, power: float) -> tuple[Tensor, Tensor]:
+def reconstruction(
+    model: Model,
+    x: Tensor,
+    edge_index: Tensor,
+    keep: Tensor,
+    drawn: Draw,
+    power: float,
+) -> tuple[Tensor, Tensor]:
     """(scaled cosine error over V, h [N, D]) for k = keep [N]."""
     spared = torch.zeros_like(keep, dtype=torch.bool)
     spared[drawn.spared] = True
@@ -134,7 +142,7 @@ def model_loss(error: Tensor, spread: Tensor, t: float) -> Tensor:
 
 
 def mask_loss(error: Tensor, keep: Tensor, beta: float) -> Tensor:
-    """L_mask for k = keep [N] as the network gives it. m stays in [1, N - 1], where 1 / sin is finite."""
+    """L_mask for k = keep [N] as the network gives it; m is held in [1, N - 1], away from 1 / 0."""
     num_nodes = keep.shape[0]
     masked = (1 - keep).sum().clamp(1, num_nodes - 1)
     return beta / torch.sin(math.pi * masked / num_nodes) - error
@@ -146,8 +154,7 @@ def adversarial_share(progress: float, first: float, last: float, gamma: float) 
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return _fit(graph, settings, step)
 
 
@@ -160,16 +167,18 @@ def _fit(graph: Graph, settings: Mapping[str, Any], step: Step) -> Fitted:
     mask_parameters = list(mask_net.parameters())
     mask_optimizer = torch.optim.Adam(mask_parameters, lr=settings["mask_lr"], weight_decay=decay)
     schedule = cosine_decay(optimizer, epochs)
+    shares = (settings["share_first"], settings["share_last"], settings["share_gamma"])
 
     def error_of(keep: Tensor, share: float) -> tuple[Tensor, Tensor]:
         drawn = draw(keep, share, settings["mask_rate"], settings["replace_rate"])
         return reconstruction(model, x, edges, keep, drawn, settings["power"])
 
     for epoch in range(epochs):
-        share = adversarial_share(epoch / epochs, settings["share_first"], settings["share_last"], settings["share_gamma"])
+        share = adversarial_share(epoch / epochs, *shares)
         keep = mask_net(x, edges)
         value = mask_loss(error_of(keep, share)[0], keep, settings["beta"])
-        for parameter, slope in zip(mask_parameters, torch.autograd.grad(value, mask_parameters), strict=True):
+        slopes = torch.autograd.grad(value, mask_parameters)
+        for parameter, slope in zip(mask_parameters, slopes, strict=True):
             parameter.grad = slope
         mask_optimizer.step()
 

@@ -1,6 +1,6 @@
 """Bandana: every edge is narrowed rather than hidden, and the decoder predicts how much.
 
-    M^k_vu = softmax over the neighbours u of v of (n_vu / t),  n_vu ~ N(0, 1), anew for each layer k
+    M^k_vu = softmax over the neighbours u of v of (n_vu / t),  n_vu ~ N(0, 1) anew in each layer k
     H^k = ELU(norm(P(M^k) H^{k-1} W^k)),  P(M) = D^-1/2 (M + I) D^-1/2
     L = mean_k [ mean_{(u,v) edge} -M^k_vu log p_1(h^k_u * h^k_v)
                  + mean_{(u,v) no edge} -log p_2(h^k_u * h^k_v) ]
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
+from cimage_dist.baselines.encoders import seeded
 from cimage_dist.baselines.features import prepared
 from cimage_dist.baselines.maskgae import (
     MLP,
@@ -50,12 +51,12 @@ class Model(nn.Module):
 
 
 def bandwidths(noise: Tensor, target: Tensor, num_nodes: int, temperature: float) -> Tensor:
-    """M of one layer: softmax of noise / t over the edges that share a target; noise, target [E]."""
+    """M of one layer: softmax of noise / t over edges with the same target; noise, target [E]."""
     return softmax(noise / temperature, target, num_nodes=num_nodes)
 
 
 def layer_loss(positive: Tensor, negative: Tensor, width: Tensor) -> Tensor:
-    """The bracket of L: logits of edges [P, 2] and non-edges [Q, 2], bandwidths of the edges [P]."""
+    """The bracket of L: logits of edges [P, 2] and of non-edges [Q, 2], widths of edges [P]."""
     predicted = -(width * positive.log_softmax(1)[:, 0]).mean()
     return predicted - negative.log_softmax(1)[:, 1].mean()
 
@@ -100,15 +101,16 @@ def link_scorer(how: str, decoder: nn.Module, z: Tensor) -> Callable[[Tensor], T
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return _fit(graph, settings, seed, step)
 
 
 def _fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    x, edges, num_nodes = prepared(graph.x, settings["normalize"]), graph.edge_index, graph.num_nodes
+    x = prepared(graph.x, settings["normalize"])
+    edges, num_nodes = graph.edge_index, graph.num_nodes
     model = Model(x.shape[1], settings).to(x.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=settings["weight_decay"])
+    rates = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
+    optimizer = torch.optim.Adam(model.parameters(), **rates)
     sampler = PathMasker(topology_of(graph), MaskConfig(), seed)  # for its non-edges alone
     epochs, layers, num_edges = settings["epochs"], settings["layers"], edges.shape[1]
     for epoch in range(epochs):

@@ -11,9 +11,9 @@ Reconstruction", CIKM 2023. Vectors are scaled to length 1. The sets hold the no
 alone were masked, that lost an outgoing edge alone, and both. f: two graph attention layers. The
 embedding is f(x) on the whole graph.
 
-Differences. The structural target t^s: the authors train node2vec, whose walks need pyg-lib; here it
-is the truncated SVD of the positive pointwise mutual information of nodes met on uniform random
-walks, the matrix which such training factorises (Levy & Goldberg, NIPS 2014; Qiu et al., WSDM 2018).
+Differences. The structural target t^s: the authors train node2vec, whose walks need pyg-lib; here
+it is the truncated SVD of the positive pointwise mutual information of nodes met on uniform random
+walks, which such training factorises (Levy & Goldberg, NIPS 2014; Qiu et al., WSDM 2018).
 The feature target t^x: whitened principal components as in the paper (their program projects onto
 rows of the matrix of components instead of columns). An empty set adds 0, and node 0 is not counted
 among those that lost an edge when it did not.
@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GATConv
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
+from cimage_dist.baselines.encoders import seeded
 from cimage_dist.baselines.features import prepared
 
 max_nodes = 25_000  # the contrast costs N^2 time in every epoch; memory stays at ROWS x N
@@ -43,7 +44,13 @@ SETS = ("features", "edges", "both")
 TARGETS = ("structure", "content", "joint")
 
 
-def walk_counts(edge_index: np.ndarray, num_nodes: int, hops: int, walks: int, rng: np.random.Generator) -> sparse.csr_matrix:
+def walk_counts(
+    edge_index: np.ndarray,
+    num_nodes: int,
+    hops: int,
+    walks: int,
+    rng: np.random.Generator,
+) -> sparse.csr_matrix:
     """How often `walks` uniform walks from each node meet each other node within `hops` steps.
 
     Symmetrised counts, sparse [N, N]; edge_index int64 [2, E], symmetric.
@@ -69,7 +76,14 @@ def positive_pmi(counts: sparse.csr_matrix) -> sparse.csr_matrix:
     return sparse.csr_matrix((np.maximum(value, 0), (pairs.row, pairs.col)), shape=counts.shape)
 
 
-def structure_target(edge_index: Tensor, num_nodes: int, width: int, hops: int, walks: int, seed: int) -> Tensor:
+def structure_target(
+    edge_index: Tensor,
+    num_nodes: int,
+    width: int,
+    hops: int,
+    walks: int,
+    seed: int,
+) -> Tensor:
     """t^s = U sqrt(S) of the PMI, float32 [N, width], scaled to a mean square of 1.
 
     The scale matters in the joint target and is about that of node2vec, which starts from N(0, 1).
@@ -106,8 +120,8 @@ def content_target(x: Tensor, ratio: float) -> Tensor:
 def contrast(target: Tensor, rebuilt: Tensor, temperature: float) -> Tensor:
     """l(t, r; B) for the rows of B: target, rebuilt [n, D]; 0 for an empty set.
 
-    A block of rows at a time, made again for the gradient, so that no n x n is held. Targets have no
-    gradient: their sum over j != i is made once.
+    A block of rows at a time, made again for the gradient, so that no n x n is held. Targets have
+    no gradient: their sum over j != i is made once.
     """
     if target.shape[0] == 0:
         return rebuilt.sum()
@@ -185,13 +199,13 @@ def loss(
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return _fit(graph, settings, seed, step)
 
 
 def _fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    x, edges, num_nodes = prepared(graph.x, settings["normalize"]), graph.edge_index, graph.num_nodes
+    x = prepared(graph.x, settings["normalize"])
+    edges, num_nodes = graph.edge_index, graph.num_nodes
     width, hops, walks = settings["structure_width"], settings["hops"], settings["walks"]
     structure = structure_target(edges, num_nodes, width, hops, walks, seed)
     content = content_target(x, settings["ratio"])

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 from torch_geometric.nn import GATConv
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
+from cimage_dist.baselines.encoders import seeded
 from cimage_dist.baselines.features import prepared
 
 PROJECTOR_WIDTH = 256  # hidden width of p, fixed in the authors' program
@@ -42,7 +44,15 @@ def attention_layer(width: int, out: int, heads: int, dropout: float) -> GATConv
 class AttentionEncoder(nn.Module):
     """Layers of: dropout, graph attention, PReLU."""
 
-    def __init__(self, num_features: int, width: int, layers: int, heads: int, dropout: float, attention: float) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        width: int,
+        layers: int,
+        heads: int,
+        dropout: float,
+        attention: float,
+    ) -> None:
         super().__init__()
         ins = [num_features] + [width] * (layers - 1)
         convs = [attention_layer(size, width // heads, heads, attention) for size in ins]
@@ -90,7 +100,8 @@ class Model(nn.Module):
 
 
 def projector_of(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, PROJECTOR_WIDTH), nn.PReLU(), nn.Linear(PROJECTOR_WIDTH, width))
+    inner = PROJECTOR_WIDTH
+    return nn.Sequential(nn.Linear(width, inner), nn.PReLU(), nn.Linear(inner, width))
 
 
 class Teacher(nn.Module):
@@ -116,7 +127,7 @@ class Teacher(nn.Module):
 
 
 def scaled_cosine_error(predicted: Tensor, target: Tensor, power: float) -> Tensor:
-    """mean_v (1 - cos(predicted_v, target_v))^power; both [n, D]. Power 1 is a plain cosine loss."""
+    """mean_v (1 - cos(predicted_v, target_v))^power; both [n, D]."""
     cosine = (F.normalize(predicted, dim=1) * F.normalize(target, dim=1)).sum(1)
     return (1.0 - cosine).clamp_min(0.0).pow(power).mean()
 
@@ -161,22 +172,23 @@ def share_of(num_nodes: int, rate: float, device: torch.device) -> Tensor:
     return torch.randperm(num_nodes, device=device)[: max(1, int(rate * num_nodes))]
 
 
-def cosine_decay(optimizer: torch.optim.Optimizer, epochs: int) -> torch.optim.lr_scheduler.LambdaLR:
+def cosine_decay(optimizer: torch.optim.Optimizer, epochs: int) -> LambdaLR:
     """Learning rate times (1 + cos(pi * epoch / epochs)) / 2."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: (1 + math.cos(epoch * math.pi / epochs)) / 2)
+    return LambdaLR(optimizer, lambda epoch: (1 + math.cos(epoch * math.pi / epochs)) / 2)
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return _fit(graph, settings, step)
 
 
 def _fit(graph: Graph, settings: Mapping[str, Any], step: Step) -> Fitted:
-    x, edges, num_nodes = prepared(graph.x, settings["normalize"]), graph.edge_index, graph.num_nodes
+    x = prepared(graph.x, settings["normalize"])
+    edges, num_nodes = graph.edge_index, graph.num_nodes
     model = Model(x.shape[1], settings).to(x.device)
     teacher = Teacher(model, x.shape[1], settings).to(x.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=settings["weight_decay"])
+    rates = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
+    optimizer = torch.optim.Adam(model.parameters(), **rates)
     epochs = settings["epochs"]
     schedule = cosine_decay(optimizer, epochs)
     for epoch in range(epochs):

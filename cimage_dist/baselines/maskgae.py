@@ -14,7 +14,6 @@ early stopping, and every edge of the given graph is trained on (the program set
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -26,6 +25,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
+from cimage_dist.baselines.encoders import csr, seeded
 from cimage_dist.baselines.features import prepared
 from cimage_dist.config import MaskConfig
 from cimage_dist.graph.masking import PathMasker
@@ -43,17 +43,19 @@ def topology_of(graph: Graph) -> Topology:
     return Topology(indptr, column[order])
 
 
-def propagation(edge_index: Tensor, num_nodes: int, like: Tensor, weight: Tensor | None = None) -> Tensor:
+def propagation(
+    edge_index: Tensor,
+    num_nodes: int,
+    like: Tensor,
+    weight: Tensor | None = None,
+) -> Tensor:
     """D^-1/2 (A + I) D^-1/2, sparse [N, N], row = target; A_vu is the weight of u -> v, default 1.
 
     A sparse product is several times faster on a CPU than a message per edge, and normalising here
     serves all layers at once. Type and device are those of `like`.
     """
     index, value = gcn_norm(edge_index, weight, num_nodes, dtype=like.dtype)
-    entries = torch.sparse_coo_tensor(index.flip(0), value.to(like), (num_nodes, num_nodes), check_invariants=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
-        return entries.coalesce().to_sparse_csr()
+    return csr(index.flip(0), value.to(like), num_nodes)
 
 
 class Encoder(nn.Module):
@@ -116,9 +118,9 @@ def edge_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def degree_loss(predicted: Tensor, masked: Tensor) -> Tensor:
-    """mean_v (relu(predicted_v) - d_v)^2; predicted [N, 1], masked [2, M], d_v = entries ending in v.
+    """mean_v (relu(predicted_v) - d_v)^2; predicted [N, 1], masked [2, M].
 
-    The ReLU is the authors': a count is not negative.
+    d_v counts the pairs that end in v. The ReLU is the authors': a count is not negative.
     """
     degree = torch.bincount(masked[1], minlength=predicted.shape[0]).to(predicted)
     return F.mse_loss(F.relu(predicted.squeeze(-1)), degree)
@@ -133,7 +135,7 @@ def loss(
     negative: Tensor,
     alpha: float,
 ) -> Tensor:
-    """L of one batch: `positive` of the `masked` edges and `negative` non-edges, all int64 [2, *]."""
+    """L of one batch: `positive` of the `masked` edges, `negative` non-edges; all int64 [2, *]."""
     z = model.layers(x, visible)[-1]
     decoder = model.edge_decoder
     total = edge_loss(pair_logits(decoder, z, positive), pair_logits(decoder, z, negative))
@@ -154,15 +156,15 @@ def link_scorer(decoder: nn.Module, z: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return _fit(graph, settings, seed, step)
 
 
 def _fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     x = prepared(graph.x, settings["normalize"])
     model = Model(x.shape[1], settings).to(x.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=settings["weight_decay"])
+    rates = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
+    optimizer = torch.optim.Adam(model.parameters(), **rates)
     paths = MaskConfig(
         start=settings["start"],
         start_rate=settings["mask_rate"],
@@ -180,7 +182,8 @@ def _fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fi
         losses = []
         for at in range(0, masked.shape[1], batch):
             ends = slice(at, at + batch)
-            value = loss(model, x, visible, masked, masked[:, ends], negative[:, ends], settings["alpha"])
+            positive, others = masked[:, ends], negative[:, ends]
+            value = loss(model, x, visible, masked, positive, others, settings["alpha"])
             optimizer.zero_grad()
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), settings["grad_norm"])

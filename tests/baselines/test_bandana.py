@@ -39,8 +39,10 @@ def test_loss_and_gradient_equal_the_dense_reference():
     layers = dense.gcn_layers(model.encoder, x, [dense.gcn_matrix(edges, 20, e) for e in expected])
     total = torch.zeros((), dtype=torch.float64)
     for h, width in zip(layers, expected, strict=True):
-        pos, neg = (dense.mlp(model.decoder.layers, h[a] * h[b]).exp() for a, b in (edges[:, batch], negative))
-        total = total - (width[batch] * (pos[:, 0] / pos.sum(1)).log()).mean() - (neg[:, 1] / neg.sum(1)).log().mean()
+        ends = (edges[:, batch], negative)
+        pos, neg = (dense.mlp(model.decoder.layers, h[a] * h[b]).exp() for a, b in ends)
+        total = total - (width[batch] * (pos[:, 0] / pos.sum(1)).log()).mean()
+        total = total - (neg[:, 1] / neg.sum(1)).log().mean()
     dense.assert_same(ours, total / 2, list(model.parameters()))
 
 

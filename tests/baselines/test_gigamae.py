@@ -51,7 +51,8 @@ def test_loss_and_gradient_equal_the_dense_reference(monkeypatch):
     ours = gigamae.loss(model, targets, x, edges, nodes, gone, SETTINGS["weights"], 0.4)
 
     left = edges[:, ~gone]
-    h = nn.functional.elu(dense.batch_norm(model.norm, dense.attention(model.first, x * ~nodes[:, None], left)))
+    h = dense.attention(model.first, x * ~nodes[:, None], left)
+    h = nn.functional.elu(dense.batch_norm(model.norm, h))
     z = nn.functional.elu(dense.attention(model.second, h, left))
     lost = torch.tensor([v in edges[0, gone] for v in range(20)])
     sets = {"features": nodes & ~lost, "edges": ~nodes & lost, "both": nodes & lost}
@@ -61,7 +62,8 @@ def test_loss_and_gradient_equal_the_dense_reference(monkeypatch):
         hidden = dense.batch_norm(head[1], z @ head[0].weight.t() + head[0].bias).clamp_min(0)
         rebuilt = hidden @ head[3].weight.t() + head[3].bias
         for kind, member in sets.items():
-            reference = reference + SETTINGS["weights"][kind][name] * contrast(target[member], rebuilt[member], 0.4)
+            part = contrast(target[member], rebuilt[member], 0.4)
+            reference = reference + SETTINGS["weights"][kind][name] * part
     dense.assert_same(ours, reference, list(model.parameters()))
 
 
@@ -85,14 +87,15 @@ def test_content_target_is_white_and_spans_the_first_components():
 
 
 def test_structure_target():
-    """Counts and mutual information by hand on a path of three nodes; classes come apart on a graph."""
+    """Counts and mutual information by hand on a path of three nodes; classes come apart."""
     path = np.array([[0, 1, 1, 2], [1, 0, 2, 1]])
-    counts = gigamae.walk_counts(path, 3, 1, 4, np.random.default_rng(0)).toarray()
+    sparse = gigamae.walk_counts(path, 3, 1, 4, np.random.default_rng(0))
+    counts, pmi = sparse.toarray(), gigamae.positive_pmi(sparse).toarray()
     assert (counts == counts.T).all() and counts.sum() == 2 * 3 * 4
     assert counts[0, 1] + counts[1, 2] == 3 * 4 and counts[0, 2] == 0
-    pmi = gigamae.positive_pmi(gigamae.walk_counts(path, 3, 1, 4, np.random.default_rng(0))).toarray()
     margin = counts.sum(1)
-    assert np.isclose(pmi[0, 1], max(0, np.log(counts[0, 1] * counts.sum() / (margin[0] * margin[1]))))
+    lift = counts[0, 1] * counts.sum() / (margin[0] * margin[1])
+    assert np.isclose(pmi[0, 1], max(0, np.log(lift)))
     graph, y = dense.planted()
     target = gigamae.structure_target(graph.edge_index, graph.num_nodes, 8, 3, 5, 0)
     assert target.shape == (120, 8) and dense.accuracy(target, y) > 0.6

@@ -41,7 +41,8 @@ def test_loss_and_gradient_equal_the_dense_reference():
     ours = maskgae.loss(model, x, visible, masked, masked[:, :7], negative, 0.5)
 
     z = dense.gcn_layers(model.encoder, x, [dense.gcn_matrix(visible, 20)] * 2)[-1]
-    prob = [dense.mlp(model.edge_decoder.layers, z[a] * z[b]).sigmoid() for a, b in (masked[:, :7], negative)]
+    layers = model.edge_decoder.layers
+    prob = [dense.mlp(layers, z[a] * z[b]).sigmoid() for a, b in (masked[:, :7], negative)]
     degree = torch.stack([(masked[1] == v).sum() for v in range(20)])
     error = dense.mlp(model.degree_decoder.layers, z)[:, 0].clamp_min(0) - degree
     reference = -prob[0].log().mean() - (1 - prob[1]).log().mean() + 0.5 * (error**2).mean()
