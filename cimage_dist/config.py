@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -115,12 +116,15 @@ class ModelConfig:
     init: Literal["random", "pca"] = opt("pca", "start of the projection: random, or the principal directions of the features, rotated")
     hidden: int = opt(0, "hidden width of the projection, the appendix's 'encoder hidden dim.'; 0: one linear layer")
     propagation: Literal["routing", "gcn"] = opt("gcn", "layers after the projection: neighbourhood routing (paper), or plain GCN smoothing")
-    teleport: float = opt(0.15, "alpha, share of the node's own projected factors mixed back in after every layer")
+    teleport: Optional[float] = opt(
+        None,
+        "alpha, share of the node's own projected factors mixed back in after every layer; null: found from the graph's features and edges, without labels",
+    )
     dropout: float = opt(0.0, "dropout on the input features")
     norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
         "auto", "normalisation of the projection's first layer; auto: none with init=pca, else batch on the full graph, moments when sampled"
     )
-    num_layers: int = opt(4, "layers after the projection, as many hops")
+    num_layers: int = opt(0, "layers after the projection, as many hops; 0: by the graph's size and density, 2 to 6")
     routing_iterations: int = opt(4, "T, iterations inside a routing layer")
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
     routing_init: Literal["uniform", "self"] = opt("uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)")
@@ -136,21 +140,29 @@ class ModelConfig:
     factor_dropout: float = opt(0.2, "dropout in the factor decoder")
 
     def __post_init__(self) -> None:
-        for name in ("num_factors", "num_layers", "routing_iterations", "structure_hidden", "structure_layers", "factor_hidden", "factor_layers"):
+        for name in ("num_factors", "routing_iterations", "structure_hidden", "structure_layers", "factor_hidden", "factor_layers"):
             need(getattr(self, name) >= 1, f"model.{name}", "must be at least 1", getattr(self, name))
-        for name in ("dropout", "structure_dropout", "factor_dropout", "teleport"):
+        for name in ("dropout", "structure_dropout", "factor_dropout"):
             need(0 <= getattr(self, name) < 1, f"model.{name}", "must lie in [0, 1)", getattr(self, name))
-        need(self.factor_dim >= 0, "model.factor_dim", "must not be negative", self.factor_dim)
+        need(self.teleport is None or 0 <= self.teleport < 1, "model.teleport", "must lie in [0, 1), or be null", self.teleport)
+        for name in ("factor_dim", "num_layers"):
+            need(getattr(self, name) >= 0, f"model.{name}", "must not be negative", getattr(self, name))
         need(not (self.tail and self.propagation == "gcn"), "model.tail", "is for model.propagation=routing; GCN layers smooth already", self.tail)
         need(self.hidden >= 0, "model.hidden", "must not be negative", self.hidden)
         need(self.init == "random" or not self.hidden, "model.hidden", "must be 0 with model.init=pca, which starts one linear layer", self.hidden)
         need(self.routing_temperature > 0, "model.routing_temperature", "must be positive", self.routing_temperature)
 
-    def sized(self, num_features: int) -> ModelConfig:
-        """With factor_dim as it is used: 32, or as many as keep K*c within the features, at least 4."""
-        if self.factor_dim:
-            return self
-        return dataclasses.replace(self, factor_dim=max(4, min(32, num_features // self.num_factors)))
+    def sized(self, num_features: int, num_nodes: int, num_edges: int, hops: int = 0) -> ModelConfig:
+        """With factor_dim and num_layers as they are used on a graph of `num_edges` directed edges.
+
+        factor_dim: 32, or as many as keep K*c within the features, at least 4. num_layers:
+        ⌊ln N / ln(1 + mean degree)⌋, the hops in which a neighbourhood grows to the size of the
+        graph, between 2 and 6, and no fewer than the `hops` that are sampled.
+        """
+        factor_dim = self.factor_dim or max(4, min(32, num_features // self.num_factors))
+        growth = math.log(1 + num_edges / max(num_nodes, 1))
+        layers = min(max(int(math.log(max(num_nodes, 1)) / growth), 2), 6) if growth else 2
+        return dataclasses.replace(self, factor_dim=factor_dim, num_layers=self.num_layers or max(layers, hops))
 
 
 @dataclass
@@ -462,16 +474,15 @@ def describe_objective(cfg: Config) -> str:
     return " + ".join(shown)
 
 
-def describe_encoder(cfg: Config, num_features: int) -> str:
-    """The encoder in words, with the width that the features led to."""
-    model = cfg.model.sized(num_features)
-    width = model.num_factors * model.factor_dim
-    why = "" if cfg.model.factor_dim else f" (by the {num_features:,} features)"
-    return (
-        f"{model.num_factors} factors x {model.factor_dim} channels = width {width}{why}, "
-        f"{model.init} start, {model.num_layers} {model.propagation} layers, "
-        f"teleport {model.teleport:g}"
-    )
+def describe_encoder(asked: ModelConfig, used: ModelConfig) -> str:
+    """The encoder in words; `used` has what the graph led to where `asked` left it open."""
+    width = f"width {used.num_factors * used.factor_dim}"
+    layers = f"{used.num_layers} {used.propagation} layers"
+    teleport = f"teleport {used.teleport:g}"
+    width += "" if asked.factor_dim else " (by the number of features)"
+    layers += "" if asked.num_layers else " (by the graph's size and density)"
+    teleport += "" if asked.teleport is not None else " (found without labels)"
+    return f"{used.num_factors} factors x {used.factor_dim} channels = {width}, {used.init} start, {layers}, {teleport}"
 
 
 @dataclass
@@ -513,20 +524,9 @@ _NOT_TRAINED = {
     "eval": ("probe", "few_labels", "few_label_splits", "kmeans_restarts", "controls"),
 }
 _NOT_SCIENCE = ("run", "resources")
+
+
 # Keys younger than the first fingerprints: at these values they leave a fingerprint as it was.
-_ADDED_LATER = {
-    ("train", "accumulate"): 1,
-    ("optim", "schedule_epochs"): 0,
-    ("mask", "hide_rate"): 0.0,
-    ("mask", "feature_rate"): 0.0,
-    ("loss", "structure_weight"): 1.0,
-    ("loss", "teacher_momentum"): 0.99,
-    ("loss", "redundancy_weight"): 0.0,
-    ("loss", "redundancy_decorrelation"): 1e-3,
-    ("loss", "redundancy"): "plain",
-}
-
-
 def fingerprint(cfg: Config) -> str:
     """12 hex digits of the science sections: the same experiment on another machine keeps its name."""
     tree = dataclasses.asdict(cfg)
@@ -535,11 +535,6 @@ def fingerprint(cfg: Config) -> str:
     for name, keys in _NOT_TRAINED.items():
         for key in keys:
             del tree[name][key]
-    for (name, key), value in _ADDED_LATER.items():
-        if tree[name][key] == value:
-            del tree[name][key]
-    if cfg.loss.factor_target != "teacher":  # the other two were a switch of another name
-        tree["loss"]["factor_stopgrad"] = tree["loss"].pop("factor_target") == "detached"
     labels = cfg.cluster.labels_path
     if labels is not None:
         # The content counts, not where it lies.

@@ -86,8 +86,8 @@ def make_plan(cfg: Config, model: CimageModel, step: int, graph: Graph, nodes: N
         rows=rows,
         width=model.encoder.cfg.num_factors * model.encoder.cfg.factor_dim,
         part_rows=part_size(rows, part_rows),
-        passes=num_stages(cfg.model) if nodes is None else 1,
-        keeps_start=nodes is None and cfg.model.teleport > 0,
+        passes=num_stages(model.encoder.cfg) if nodes is None else 1,
+        keeps_start=nodes is None and model.encoder.alpha > 0,
         chunk_floats=chunk_floats,
         step=step,
         weights=digest.hexdigest(),
@@ -142,7 +142,7 @@ class Bench:
         gids = np.load(self.root / "nodes.npy", mmap_mode="r", allow_pickle=False)[rows]
         # Without fan-outs all neighbours are taken, as far as the encoder sees: exact. Training may
         # propagate over fewer hops than the encoder has; here the last fan-out serves the others.
-        hops = reach(self.cfg.model)
+        hops = reach(self.encoder.cfg)
         given = self.cfg.sampler.fanouts or [-1]
         fanouts = given + given[-1:] * (hops - len(given))
         cfg = replace(self.cfg, sampler=replace(self.cfg.sampler, fanouts=fanouts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from cimage_dist import artifacts, stages
 from cimage_dist.artifacts import RunDir
-from cimage_dist.config import Config, DataConfig, describe_objective, fingerprint, run_dir
+from cimage_dist.config import Config, DataConfig, ModelConfig, describe_objective, fingerprint, run_dir
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import STEPS, choose, pagerank_features, principal_components, smooth_features
-from cimage_dist.eval.links import dot_score, link_scores
+from cimage_dist.eval.links import PairScore, link_scores, pick_score, row_scores
 from cimage_dist.eval.score import score_embedding
-from cimage_dist.eval.validation import decoder_score
+from cimage_dist.eval.validation import model_scores
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
 from cimage_dist.graph.store import Graph
@@ -84,8 +84,10 @@ def _score(z: Tensor, graph: Graph, topology: Topology, cfg: Config, tasks: Sequ
     return scores | ({"node_reason": reason} if "node_reason" in scores and reason else {})
 
 
-def _score_links(score: Callable[[Tensor], Tensor], links: LinkSplit) -> dict[str, float]:
-    return link_scores(score, links.test_pos, links.test_neg)
+def _score_links(scores: Mapping[str, PairScore], links: LinkSplit) -> dict[str, Any]:
+    """AUC and AP of the test edges by the score that ranks the validation edges best."""
+    name, val = pick_score(scores, links)
+    return link_scores(scores[name], links.test_pos, links.test_neg) | {"scorer": name, "val_auc": val["auc"]}
 
 
 def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None = None, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -103,16 +105,13 @@ def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None
     note("scoring the embedding")
     z = stages.load_embeddings(run)
     result = _score(z, graph, topology, cfg, tasks)
-    result |= {"link": _score_links(decoder_score(model, z), links)} if links else {"link": None, "link_reason": NO_HOLDOUT}
+    result |= {"link": _score_links(model_scores(model, z), links)} if links else {"link": None, "link_reason": NO_HOLDOUT}
     if cfg.eval.controls:
         result["controls"] = {}
-        for name, matrix, about in control_rows(cfg, graph, topology, z.shape[1], note):
+        for name, matrix, about in control_rows(cfg, graph, topology, model.encoder.cfg, note):
             note(f"scoring the control: {name}")
             scores = _score(matrix, graph, topology, cfg, tasks)
-            scores["link"] = None
-            if links:
-                unit = torch.nn.functional.normalize(matrix.float(), dim=1)
-                scores["link"] = _score_links(dot_score(unit), links)
+            scores["link"] = _score_links(row_scores(matrix), links) if links else None
             result["controls"][name] = scores | about
         result["controls_best"] = best_controls(result["controls"], z.shape[1])
     result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": str(run.root)}
@@ -124,14 +123,14 @@ def control_rows(
     cfg: Config,
     graph: Graph,
     topology: Topology,
-    width: int,
+    used: ModelConfig,
     note: Callable[[str], None],
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """(name, matrix [N, ·], what was chosen for it) of every control; `width` is that of ours.
+    """(name, matrix [N, ·], what was chosen for it) of every control; `used` are our encoder's settings.
 
     Hops and α are chosen on training and validation nodes, as `chosen_by` records.
     """
-    x = graph.features()
+    x, width = graph.features(), used.num_factors * used.factor_dim
     split, _ = stages.node_split_or_reason(graph, cfg)
     note("choosing hops and teleport of the controls")
     choice = choose(x, topology, graph.labels(), split)
@@ -148,7 +147,7 @@ def control_rows(
     del matrix
     matrix = principal_components(best, width)
     yield "pca", matrix, {"width": matrix.shape[1], "of": choice.best}
-    encoder = stages.untrained_model(cfg, graph).encoder
+    encoder = stages.untrained_model(cfg, graph, used).encoder
     settle(encoder.norm, encoder.linear, x)
     yield "untrained", embed_graph(encoder, x, topology), {"width": width}
 

@@ -89,6 +89,7 @@ STREAM = {
             "dinknet",
             "view-edges",
             "view-columns",
+            "teleport",
         ),
         start=1,
     )

@@ -20,6 +20,7 @@ from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
 from cimage_dist.config import (
     Config,
+    ModelConfig,
     describe_encoder,
     describe_objective,
     fingerprint,
@@ -40,6 +41,7 @@ from cimage_dist.nn.model import (
     model_from_weights,
     needs_moments,
 )
+from cimage_dist.nn.teleport import fit_to_graph
 from cimage_dist.rows import RowFiles, add_parquet, describe_parts, load_rows, step_of
 from cimage_dist.train.loop import Trainer, pick_device, worker
 from cimage_dist.train.progress import Progress
@@ -178,6 +180,7 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
             discard_run(run, cfg)
         raise
     saved = checkpoint.load_selected(run.checkpoints, "last")
+    weights = checkpoint.model_weights(saved.tensors)
     outcome.summary = {
         "run_dir": str(run.root),
         "fingerprint": fingerprint(cfg),
@@ -185,7 +188,7 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
         "steps_now": saved.step - outcome.first_step,
         "seconds": round(time.perf_counter() - began, 2),
         "objective": describe_objective(cfg),
-        "encoder": describe_encoder(cfg, graph.num_features),
+        "encoder": describe_encoder(cfg.model, model_from_weights(cfg, weights).encoder.cfg),
         "edges_trained_on": topology.num_edges // 2,
         "edges_held_out": (graph.num_edges - topology.num_edges) // 2,
         "best": saved.meta["best"],
@@ -203,7 +206,6 @@ def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
 def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
     """Say what is about to be trained, what was chosen for this graph, and what cannot be scored."""
     progress.note(f"objective: {describe_objective(cfg)}")
-    progress.note(f"encoder: {describe_encoder(cfg, graph.num_features)}")
     if reason := why_unvalidated(cfg, graph):
         progress.note(reason)
 
@@ -239,8 +241,14 @@ def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Check
     return model.to(pick_device(cfg)), saved
 
 
-def untrained_model(cfg: Config, graph: Graph) -> CimageModel:
-    """The model as it is before the first step."""
+def untrained_model(cfg: Config, graph: Graph, used: ModelConfig | None = None) -> CimageModel:
+    """The model as it is before the first step; `used`: the encoder's settings on this graph, where
+    they are known already.
+    """
+    if used is None:
+        topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+        used = fit_to_graph(cfg, graph, topology, Comm()).model
+    cfg = dataclasses.replace(cfg, model=used)
     moments = graph.feature_moments() if needs_moments(cfg) else None
     return build_model(graph.num_features, cfg, moments).to(pick_device(cfg)).eval()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.errors import UserError
+from cimage_dist.types import LinkSplit
 
 PairScore = Callable[[Tensor], Tensor]
 
@@ -32,6 +34,25 @@ def link_scores(score: PairScore, pos: Tensor, neg: Tensor, chunk: int = 262_144
         "auc": 100.0 * float(roc_auc_score(truth.numpy(), logits.numpy())),
         "ap": 100.0 * float(average_precision_score(truth.numpy(), logits.numpy())),
     }
+
+
+def row_scores(z: Tensor) -> dict[str, PairScore]:
+    """The scores that any embedding z [N, D] offers: of rows as they are, of unit rows, and of
+    unit rows after their mean is taken off.
+    """
+    z = z.float()
+    return {
+        "dot product": dot_score(z),
+        "cosine": dot_score(F.normalize(z, dim=1)),
+        "centred cosine": dot_score(F.normalize(z - z.mean(0), dim=1)),
+    }
+
+
+def pick_score(scores: Mapping[str, PairScore], links: LinkSplit) -> tuple[str, dict[str, float]]:
+    """(name, validation AUC and AP) of the score that ranks the validation edges best."""
+    found = {name: link_scores(score, links.val_pos, links.val_neg) for name, score in scores.items()}
+    name = max(found, key=lambda name: found[name]["auc"])
+    return name, found[name]
 
 
 def dot_score(z: Tensor) -> PairScore:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import dot_score, link_scores
+from cimage_dist.eval.links import PairScore, pick_score, row_scores
 from cimage_dist.eval.pool import make_pool, pool_score
 from cimage_dist.graph.splits import node_split
 from cimage_dist.graph.store import Graph
@@ -18,18 +18,18 @@ from cimage_dist.nn.model import CimageModel
 from cimage_dist.types import LinkSplit, Topology
 
 
-def decoder_score(model: CimageModel, z: Tensor) -> Callable[[Tensor], Tensor]:
-    """Link logits by the trained structure decoder, in eval mode; z_u·z_v without one. z [N, D]."""
+def model_scores(model: CimageModel, z: Tensor) -> dict[str, PairScore]:
+    """Scores of pairs by the embedding z [N, D], and by the trained edge decoder where there is one."""
     decoder = model.structure
     if decoder is None:
-        return dot_score(z)
+        return row_scores(z)
     device = next(decoder.parameters()).device
 
     def score(pairs: Tensor) -> Tensor:
         out: Tensor = decoder.eval()(z.to(device), pairs.to(device))
         return out.detach().cpu()
 
-    return score
+    return {"decoder": score, **row_scores(z)}
 
 
 def why_unvalidated(cfg: Config, graph: Graph) -> str | None:
@@ -63,7 +63,7 @@ def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSpl
 
         def validate_links(model: CimageModel) -> dict[str, float]:
             z = embed_graph(model.encoder, x, topology)
-            scores = link_scores(decoder_score(model, z), links.val_pos, links.val_neg)
+            _, scores = pick_score(model_scores(model, z), links)
             return {"score": scores["auc"], "link_auc": scores["auc"], "link_ap": scores["ap"]}
 
         return validate_links

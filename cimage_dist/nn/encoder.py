@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,12 @@ class Encoding(NamedTuple):
     z: Tensor
 
 
+def decode_reach(reach: Tensor) -> tuple[int, float]:
+    """(layers, teleport) of the buffer that an encoder keeps them in."""
+    layers, alpha = reach.cpu().split(1)
+    return int(layers), float(alpha.view(torch.float64))
+
+
 class Encoder(nn.Module):
     """projection -> `num_layers` layers P -> tail (§2). No weights beyond the projection.
 
@@ -39,6 +46,8 @@ class Encoder(nn.Module):
     smoothing.
     """
 
+    reach: Tensor
+
     def __init__(
         self,
         num_features: int,
@@ -47,16 +56,35 @@ class Encoder(nn.Module):
         moments: FeatureMoments | None = None,
     ) -> None:
         super().__init__()
-        self.cfg = cfg = cfg.sized(num_features)
+        if not cfg.factor_dim or not cfg.num_layers or cfg.teleport is None:
+            raise ValueError("the encoder needs a width, layers and a teleport: fit_to_graph finds them")
+        self.cfg = cfg
         width = cfg.num_factors * cfg.factor_dim
         self.linear = nn.Linear(num_features, cfg.hidden or width)
         self.norm = make_norm(norm, self.linear, cfg.dropout, moments)
         self.output = nn.Linear(cfg.hidden, width) if cfg.hidden else None
+        # Weights alone must tell how far they reach where the graph decided it. Bits of a double,
+        # since a change of the weights' type must not round it.
+        alpha = torch.tensor([cfg.teleport], dtype=torch.float64).view(torch.int64)
+        self.register_buffer("reach", torch.cat([torch.tensor([cfg.num_layers]), alpha]))
+
+    def follow_weights(self) -> None:
+        """Take layers and teleport from loaded weights: where they were made, the graph may have
+        led to others.
+        """
+        layers, alpha = decode_reach(self.reach)
+        self.cfg = dataclasses.replace(self.cfg, num_layers=layers, teleport=alpha)
+
+    @property
+    def alpha(self) -> float:
+        """The teleport."""
+        assert self.cfg.teleport is not None
+        return self.cfg.teleport
 
     @property
     def starts_unit(self) -> bool:
         """Whether `project` gives unit factors: where they are mixed in, or smoothed as they are."""
-        return self.cfg.propagation == "gcn" or self.cfg.teleport > 0
+        return self.cfg.propagation == "gcn" or self.alpha > 0
 
     def project(self, x_NF: Features) -> Tensor:
         """dropout -> Linear -> norm [-> ELU -> dropout -> Linear], factor-major [N, K, C] (§2)."""
@@ -91,16 +119,16 @@ class Encoder(nn.Module):
                 cfg.routing_iterations,
                 cfg.routing_temperature,
                 cfg.routing_init,
-                cfg.routing_final_norm or cfg.teleport > 0,
+                cfg.routing_final_norm or self.alpha > 0,
                 cfg.routing_grad,
                 targets,
                 cfg.routing_backend,
                 is_unit,
             )
-        if cfg.teleport == 0:
+        if self.alpha == 0:
             return out
         assert start_TKC is not None
-        return (1 - cfg.teleport) * out + cfg.teleport * start_TKC
+        return (1 - self.alpha) * out + self.alpha * start_TKC
 
     def _stored(self, h_NKC: Tensor) -> Tensor:
         """Under autocast the layers' inputs, all that is kept of them for the backward pass, are
@@ -120,7 +148,7 @@ class Encoder(nn.Module):
         start = self.project(x_NF)
         if cfg.propagation == "gcn":
             start = start.to(self.linear.weight.dtype)  # sums stay in single precision
-            h = propagate(start, edges, cfg.teleport, cfg.num_layers, hops)
+            h = propagate(start, edges, self.alpha, cfg.num_layers, hops)
             return Encoding(h, h)
         h_NKC = start = self._stored(start)
         if hops is None:

@@ -55,7 +55,7 @@ def encode_graph(encoder: Encoder, x: Features, topology: Topology, max_floats: 
     if cfg.propagation == "gcn":
         # Nothing of size messages x width is made: all targets at once.
         edges = range_edges(topology, slice(0, topology.num_nodes), weight.device)
-        h = z = propagate(start, edges, cfg.teleport, cfg.num_layers)
+        h = z = propagate(start, edges, encoder.alpha, cfg.num_layers)
     else:
         h = _routed(encoder, start, topology, max_floats)
         z = _smoothed(h, topology, max_floats) if cfg.tail else h

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.config import Config
 from cimage_dist.nn.decoders import FactorDecoder, StructureDecoder
-from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.encoder import Encoder, decode_reach
 from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.pca_start import start_from_pca
@@ -105,6 +105,10 @@ def build_model(num_features: int, cfg: Config, moments: FeatureMoments | None =
 def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
     """A model of the shapes found in a state dict, filled with it; needs no graph."""
     num_features = weights["encoder.linear.weight"].shape[1]
+    width = weights["encoder.output.weight" if cfg.model.hidden else "encoder.linear.weight"].shape[0]
+    layers, alpha = decode_reach(weights["encoder.reach"])
+    used = replace(cfg.model, factor_dim=width // cfg.model.num_factors, num_layers=layers, teleport=alpha)
+    cfg = replace(cfg, model=used)
     moments = None
     if norm_kind(cfg) == "moments":
         cov = weights["encoder.norm.cov"]

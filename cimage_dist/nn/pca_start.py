@@ -24,7 +24,7 @@ def _gaussian(key: int, rows: int, columns: int) -> Tensor:
     return (radius * (2 * torch.pi * keyed.uniform(keyed.derive(key, 1), ids)).cos()).view(rows, columns)
 
 
-def principal_directions(moments: FeatureMoments, count: int, key: int) -> Tensor:
+def principal_directions(moments: FeatureMoments, count: int, key: int, power: int = _POWER) -> Tensor:
     """At most `count` eigenvectors of the feature covariance, largest first; float64 [r, F].
 
     Directions without variance are left out. Wide covariances take a randomised subspace
@@ -46,7 +46,7 @@ def principal_directions(moments: FeatureMoments, count: int, key: int) -> Tenso
 
         columns = min(count + _OVERSAMPLE, num_features)
         q = _gaussian(key, num_features, columns).float()
-        for _ in range(_POWER):
+        for _ in range(power):
             q = torch.linalg.qr(apply(q)).Q
         values, inner = torch.linalg.eigh((q.t() @ apply(q)).double())
         vectors = q.double() @ inner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ import torch
 
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
+from cimage_dist.nn.teleport import FALLBACK
 from cimage_dist.plan.batch import masked_edges, rows_per_step, slices
 from cimage_dist.plan.checks import advice, check, num_clusters
 from cimage_dist.plan.fake import Call
@@ -28,8 +28,11 @@ _GB = 1e9
 def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
     """Check the config, play a few steps of it, and scale them up. `memory_gb`: what a worker may use (on its device, where that is a GPU)."""
     size = graph_size(cfg.data)
-    cfg = dataclasses.replace(cfg, model=cfg.model.sized(size.features))
     edges = training_edges(size, cfg.data)
+    model = cfg.model.sized(size.features, size.nodes, edges, len(cfg.sampler.fanouts))
+    if model.teleport is None:
+        model = replace(model, teleport=FALLBACK)  # what it will be makes no difference to a plan
+    cfg = replace(cfg, model=model)
     check(cfg, size, edges)
     batches_per_epoch = _batches_per_epoch(cfg, size, edges)
     total_steps = math.ceil(batches_per_epoch * cfg.train.epochs / cfg.train.accumulate)

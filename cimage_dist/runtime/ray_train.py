@@ -208,7 +208,9 @@ class Follower(threading.Thread):
             is_last = self.is_done.wait(0.5)
             records = read_metrics(self.files.metrics)
             for record in records[seen:]:
-                if record["kind"] == "train":
+                if record["kind"] == "encoder":
+                    self.progress.note(f"encoder: {record['described']}")
+                elif record["kind"] == "train":
                     self.progress.update(record["step"], record["total_steps"], {name: record[name] for name in SHOWN if name in record})
             seen = len(records)
         self.progress.close()

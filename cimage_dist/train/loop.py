@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 from cimage_dist import checkpoint, keyed
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, OptimConfig
+from cimage_dist.config import Config, OptimConfig, describe_encoder
 from cimage_dist.environment import keep_freed_memory
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.graph.holdout import training_graph
@@ -27,6 +27,7 @@ from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import Features, compact
 from cimage_dist.nn.model import CimageModel, build_model, needs_moments, norm_kind
 from cimage_dist.nn.norm import BatchNorm, settle
+from cimage_dist.nn.teleport import fit_to_graph
 from cimage_dist.stats.hsic import HsicStats
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
@@ -85,7 +86,8 @@ class Trainer:
     def __init__(self, cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> None:
         if topology.num_edges == 0:
             raise UserError(f"Graph {graph.name!r} has no edges to train on.")
-        self.cfg, self.graph, self.topology, self.comm = cfg, graph, topology, comm
+        self.cfg = cfg = fit_to_graph(cfg, graph, topology, comm)
+        self.graph, self.topology, self.comm = graph, topology, comm
         self.device = pick_device(cfg)
         moments = graph.feature_moments() if needs_moments(cfg) else None
         self.model = build_model(graph.num_features, cfg, moments).to(self.device, torch.get_default_dtype())
@@ -173,6 +175,7 @@ class Trainer:
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         checkpoint.unpack_model(self.model, saved.tensors, saved.path)
+        self.model.encoder.follow_weights()
         checkpoint.unpack_optimizer(self.optimizer, saved.tensors, saved.meta["optimizer"])
         self.scheduler.load_state_dict(saved.meta["scheduler"])
         if isinstance(self.scheduler, LambdaLR):
@@ -327,8 +330,12 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
         torch.set_num_threads(cfg.resources.threads)
     topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
     trainer = Trainer(cfg, graph, topology, comm)
-    _prepare_scores(trainer, sink)
     saved = sink.restore()
+    if saved is None:
+        used = trainer.cfg.model
+        described = describe_encoder(cfg.model, used)
+        sink.log("encoder", 0, {"described": described, "num_layers": used.num_layers, "teleport": used.teleport})
+    _prepare_scores(trainer, sink)
     if saved is not None:
         trainer.restore(saved)
     total = trainer.total_steps

@@ -138,7 +138,7 @@ class LocalSink:
             try:
                 record = json.loads(line)
                 # A refresh is logged under the number of steps done before it, after the checkpoint of that number.
-                if record["step"] < step or (record["step"] == step and record["kind"] != "ci"):
+                if record["step"] < step or (record["step"] == step and record["kind"] not in ("ci", "encoder")):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue  # a line cut short by a kill
@@ -147,6 +147,8 @@ class LocalSink:
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
         if not self.is_main:
             return
+        if kind == "encoder":
+            self.progress.note(f"encoder: {metrics['described']}")
         if self._file is None:
             self._file = self.run.metrics.open("a")
             if self.cfg.tensorboard:

@@ -67,7 +67,7 @@ def test_the_loss_falls(store_dir: Path, small_sbm: Graph) -> None:
 
 def test_short_fan_outs_train_that_many_hops_and_embed_all_layers(store_dir: Path, small_sbm: Graph, double: None) -> None:
     settings = ["sampler.fanouts=[-1,-1]", "sampler.hide_rate=0", "mask.feature_rate=0"]
-    cfg = small_sbm_config(store_dir, *settings, "sampler.batch_edges=4")
+    cfg = small_sbm_config(store_dir, *settings, "sampler.batch_edges=4", "model.num_layers=4")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     encoder, x = trainer.model.encoder.eval(), small_sbm.features().double()
     assert encoder.cfg.propagation == "gcn" and encoder.cfg.num_layers > 2
@@ -143,9 +143,9 @@ def test_saved_and_loaded_without_a_graph(small_sbm: Graph, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("features", "width"), [(3, 4), (100, 6), (500, 31), (2000, 32)])
 def test_factors_are_as_wide_as_the_features_allow(features: int, width: int) -> None:
-    sized = ModelConfig(num_factors=16, factor_dim=0).sized(features)
+    sized = ModelConfig(num_factors=16, factor_dim=0).sized(features, 100, 400)
     assert sized.factor_dim == width
-    assert ModelConfig(factor_dim=7).sized(features).factor_dim == 7
+    assert ModelConfig(factor_dim=7).sized(features, 100, 400).factor_dim == 7
 
 
 def test_more_epochs_take_up_the_longer_schedule(store_dir: Path, small_sbm: Graph) -> None:

@@ -1,0 +1,188 @@
+"""Teleport found from the graph, without labels: how much of a node its neighbours tell.
+
+Half of the feature columns, propagated with teleport α, predicts the other half of the same
+nodes' columns by ridge regression. Where neighbours are alike and features noisy, much smoothing
+predicts best (small α); where a node's own columns say what its neighbours do not, little does.
+The best α orders graphs as labels do, but lies above what labels ask for, since features share
+more than classes; half of it, within bounds, is used (docs/LOG.md has the comparison).
+
+Shapes: N nodes, F features, S scored nodes, D directions kept of each half of the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cimage_dist import keyed
+from cimage_dist.comm import Comm
+from cimage_dist.config import Config
+from cimage_dist.graph.sampler import NeighbourSampler
+from cimage_dist.graph.store import Graph
+from cimage_dist.nn.inference import range_edges
+from cimage_dist.nn.messages import Hops
+from cimage_dist.nn.pca_start import principal_directions
+from cimage_dist.nn.propagate import propagate
+from cimage_dist.types import EdgeList, FeatureMoments, Topology
+
+FALLBACK = 0.15
+LOWEST, HIGHEST = 0.05, 0.25
+_GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
+_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)  # times the mean variance of a channel
+_LAYERS = 4
+_DIRECTIONS = 128
+_POWER = 2  # rounds of the subspace iteration: rough directions will do
+_SPLITS = 3  # halvings of the columns; each predicts both ways
+_MIN_NODES, _MIN_FEATURES = 200, 8
+_LEAST_GAIN = 0.002  # explained share of variance below which the halves do not know each other
+_WHOLE_BELOW = 200_000  # nodes up to which the whole graph is propagated
+_SAMPLED_NODES, _CHUNK = 2048, 256
+_FANOUTS = (10, 5, 2, 2)
+
+
+class Teleport(NamedTuple):
+    """`alpha` to use; `best`: what predicts the hidden columns best, None where nothing does."""
+
+    alpha: float
+    best: float | None
+
+    def __str__(self) -> str:
+        if self.best is None:
+            return f"{self.alpha:g} (feature columns do not predict each other: the fallback)"
+        return f"{self.alpha:g} (chosen without labels: feature columns predict each other best at {self.best:.2g})"
+
+
+def explained(power_kSD: Tensor, target_SD: Tensor, fits: Tensor) -> Tensor:
+    """Share of the target's variance explained on the nodes left out, for each α of the grid.
+
+    power[k] = Â^k h⁰ of S nodes; `fits` bool [S]: the nodes that the ridge regression is fitted
+    on. With z(α) = (1-α)^L Â^L h⁰ + α Σ_{k<L} (1-α)^k Â^k h⁰ the map W is fitted for several
+    ridges and the best counts, as every α is served alike. Returns float64 [grid].
+    """
+    last = power_kSD.shape[0] - 1
+    target = (target_SD - target_SD[fits].mean(0)).double()
+    seen, hidden = target[fits], target[~fits]
+    total = hidden.square().sum()
+    shares = []
+    for alpha in _GRID:
+        kept = torch.tensor([alpha * (1 - alpha) ** k for k in range(last)] + [(1 - alpha) ** last])
+        z = torch.tensordot(kept.to(power_kSD.dtype), power_kSD, dims=1).double()
+        z = z - z[fits].mean(0)
+        rows = z[fits]
+        values, vectors = torch.linalg.eigh(rows.t() @ rows)
+        inner, outer = z[~fits] @ vectors, vectors.t() @ (rows.t() @ seen)
+        ridge = torch.tensor(_RIDGES, dtype=torch.float64) * values.mean()
+        errors = [(hidden - inner @ (outer / (values + r).unsqueeze(1))).square().sum() for r in ridge]
+        shares.append(1 - torch.stack(errors).min() / total)
+    return torch.stack(shares)
+
+
+def peak(shares: Tensor) -> float:
+    """α of the highest share: the vertex of the parabola in log-odds through it and its neighbours."""
+    at = int(shares.argmax())
+    if at in (0, len(_GRID) - 1):
+        return _GRID[at]
+    x = torch.tensor(_GRID, dtype=torch.float64).logit()[at - 1 : at + 2]
+    y = shares[at - 1 : at + 2]
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    curve = (right - left) / (x[2] - x[0])
+    return float(torch.sigmoid((x[0] + x[1]) / 2 - left / (2 * curve))) if curve < 0 else _GRID[at]
+
+
+def _halves(moments: FeatureMoments, key: int) -> tuple[Tensor, Tensor]:
+    """(weight [2·D', F], bias [2·D']): leading directions of a keyed half of the columns, then of
+    the other half; zero on the columns of the opposite half. D' ≤ D directions each.
+    """
+    columns = moments.mean.numel()
+    is_first = torch.arange(columns) % 2 == 0
+    order = keyed.bits(key, torch.arange(columns)).argsort()
+    parts = []
+    for mask in (is_first, ~is_first):
+        chosen = order[mask].sort().values
+        cov = None if moments.cov is None else moments.cov[chosen][:, chosen]
+        factor = None if moments.cov_factor is None else moments.cov_factor[:, chosen]
+        part = FeatureMoments(moments.mean[chosen], moments.sqmean[chosen], cov, factor)
+        directions = principal_directions(part, _DIRECTIONS, key, _POWER)
+        parts.append(directions.new_zeros(directions.shape[0], columns).index_copy(1, chosen, directions))
+    count = min(len(part) for part in parts)
+    weight = torch.cat([part[:count] for part in parts])
+    return weight, -(weight @ moments.mean)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Both halves of the channels of unit length."""
+    return F.normalize(rows.unflatten(1, (2, -1)), dim=2).flatten(1)
+
+
+def _powers(graph: Graph, topology: Topology, weight: Tensor, bias: Tensor, nodes: Tensor, key: int) -> Iterator[Tensor]:
+    """Parts [L+1, n, 2·D] of (Â^k h⁰)_k at `nodes`, together all of them."""
+    weight, bias = weight.float(), bias.float()
+
+    def start(rows: np.ndarray) -> Tensor:
+        return _unit(torch.from_numpy(np.asarray(rows)).float() @ weight.t() + bias)
+
+    if graph.num_nodes <= _WHOLE_BELOW:
+        step = max(1, 2**24 // graph.num_features)
+        h = torch.cat([start(graph.x[at : at + step]) for at in range(0, graph.num_nodes, step)])
+        edges = range_edges(topology, slice(0, topology.num_nodes), h.device)
+        found = [h[nodes]]
+        for _ in range(_LAYERS):
+            h = propagate(h, edges, 0.0, 1)
+            found.append(h[nodes])
+        yield torch.stack(found)
+        return
+    sampler = NeighbourSampler(topology.indptr.numpy(), topology.indices.numpy(), _FANOUTS, seed=0, backend="csr")
+    for gids in nodes.split(_CHUNK):
+        sub = sampler.sample_keyed(gids.numpy(), key)
+        h = start(graph.x[sub.node_gid])
+        edges = EdgeList(
+            torch.from_numpy(sub.src),
+            torch.from_numpy(sub.dst),
+            len(sub.node_gid),
+            torch.from_numpy(sub.weight),
+            torch.from_numpy(sub.degree),
+        )
+        hops = Hops(sub.nodes_per_hop, sub.edges_per_hop)
+        yield torch.stack([propagate(h, edges, 0.0, k, hops)[: len(gids)] for k in range(_LAYERS + 1)])
+
+
+def fit_to_graph(cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> Config:
+    """Collective: the config with width, layers and teleport as they are used on this graph."""
+    model = cfg.model.sized(graph.num_features, topology.num_nodes, topology.num_edges, len(cfg.sampler.fanouts))
+    if model.teleport is None:
+        # Rank 0's word counts: sums may round differently elsewhere.
+        found = choose_teleport(graph, topology) if comm.is_main else None
+        model = replace(model, teleport=comm.broadcast_object(found).alpha)
+    return replace(cfg, model=model)
+
+
+@torch.no_grad()
+def choose_teleport(graph: Graph, topology: Topology) -> Teleport:
+    """α for this graph, a function of its features and edges alone: the same for every run seed."""
+    nodes = torch.arange(graph.num_nodes)
+    if graph.num_nodes > _WHOLE_BELOW:
+        draws = keyed.bits(keyed.stream(0, "teleport", 0), nodes)
+        nodes = draws.topk(_SAMPLED_NODES).indices.sort().values
+    if graph.num_nodes < _MIN_NODES or graph.num_features < _MIN_FEATURES:
+        return Teleport(FALLBACK, None)
+    fits = keyed.uniform(keyed.stream(0, "teleport", 1), nodes) < 0.5
+    shares = torch.zeros(len(_GRID), dtype=torch.float64)
+    for split in range(_SPLITS):
+        key = keyed.stream(0, "teleport", 2, split)
+        weight, bias = _halves(graph.feature_moments(), key)
+        if not len(weight):
+            return Teleport(FALLBACK, None)
+        powers = torch.cat(list(_powers(graph, topology, weight, bias, nodes, key)), dim=1)
+        one, other = powers.chunk(2, dim=2)
+        for source, target in ((one, other[0]), (other, one[0])):
+            shares += explained(source, target, fits) / (2 * _SPLITS)
+    if not bool(shares.max() > _LEAST_GAIN):
+        return Teleport(FALLBACK, None)
+    best = peak(shares)
+    return Teleport(round(min(max(best / 2, LOWEST), HIGHEST), 2), best)
