@@ -17,18 +17,20 @@ _HOME = {
     "open_graph": "cimage_dist.graph.ingest",
     "Pretrainer": "cimage_dist.api",
     "evaluate": "cimage_dist.api",
+    "compare": "cimage_dist.comparison.run",
     "UserError": "cimage_dist.errors",
 }
 
 if TYPE_CHECKING:
     from cimage_dist.api import Pretrainer, evaluate
+    from cimage_dist.comparison.run import compare
     from cimage_dist.config import Config
     from cimage_dist.config_loading import load_config
     from cimage_dist.errors import UserError
     from cimage_dist.graph.ingest import open_graph
     from cimage_dist.graph.store import Graph
 
-__all__ = ["Config", "Graph", "Pretrainer", "UserError", "__version__", "evaluate", "load_config", "open_graph"]
+__all__ = ["Config", "Graph", "Pretrainer", "UserError", "__version__", "compare", "evaluate", "load_config", "open_graph"]
 
 
 def __getattr__(name: str) -> Any:

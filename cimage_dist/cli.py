@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cimage_dist import __version__
-from cimage_dist.commands import bench, cluster, jobs, k8s, runs, sweep
+from cimage_dist.commands import bench, cluster, compare, jobs, k8s, runs, sweep
 from cimage_dist.commands.common import command_of
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 
@@ -34,7 +34,7 @@ Later arguments win: defaults, then each yaml in order, then key=value. Exit cod
 """
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and do_<name>(args).
-FAMILIES = (runs, cluster, sweep, bench, jobs, k8s)
+FAMILIES = (runs, cluster, compare, sweep, bench, jobs, k8s)
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + stop.signum
     except KeyboardInterrupt:
         again = f" Go on from the last checkpoint with: {command_of(args, args.verb)}" if args.verb == "pretrain" else ""
+        again = " Finished cells are kept; the same command again makes the rest." if args.verb == "compare" else again
         print(f"\nstopped.{again}", file=sys.stderr)
         return 130
     except BrokenPipeError:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import sys
+import threading
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,6 +58,18 @@ def peak_memory() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def end_with_parent() -> None:
+    """Called in a process of `multiprocessing`: it must not outlive the command, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def package_version(name: str) -> str | None:

@@ -47,7 +47,7 @@ def evaluate(z: Tensor | np.ndarray, graph: Any, cfg: Config | None = None, task
         raise UserError(f"Unknown evaluation task {unknown[0]!r}; choose from {', '.join(known)}.")
     z = check_embedding(z, graph)
     topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-    scores = _score(z, graph, topology, cfg, tasks)
+    scores = score_matrix(z, graph, topology, cfg, tasks)
     return scores | {"link": None, "link_reason": FOREIGN}
 
 
@@ -78,25 +78,42 @@ def load_embedding_file(path: Path, graph: Graph) -> Tensor:
         raise UserError(f"Embedding file {path} cannot be read as a .npy matrix: {error}. Save it with numpy.save (no object arrays).") from None
 
 
-def _score(z: Tensor, graph: Graph, topology: Topology, cfg: Config, tasks: Sequence[str]) -> dict[str, Any]:
+def score_matrix(
+    z: Tensor,
+    graph: Graph,
+    topology: Topology,
+    cfg: Config,
+    tasks: Sequence[str] = ("node", "cluster"),
+    num_clusters: int | None = None,
+) -> dict[str, Any]:
+    """Scores of z [N, D] on the config's split of a graph; `num_clusters`: else the classes."""
     split, reason = stages.node_split_or_reason(graph, cfg)
-    scores = score_embedding(z, graph.labels(), split, topology, cfg.eval, cfg.run.seed, tasks=[t for t in tasks if t != "link"])
+    scores = score_embedding(z, graph.labels(), split, topology, cfg.eval, cfg.run.seed, [t for t in tasks if t != "link"], num_clusters)
     return scores | ({"node_reason": reason} if "node_reason" in scores and reason else {})
 
 
-def _score_links(scores: Mapping[str, PairScore], links: LinkSplit) -> dict[str, Any]:
+def score_links(scores: Mapping[str, PairScore], links: LinkSplit) -> dict[str, Any]:
     """AUC and AP of the test edges by the score that ranks the validation edges best."""
     name, val = pick_score(scores, links)
     return link_scores(scores[name], links.test_pos, links.test_neg) | {"scorer": name, "val_auc": val["auc"]}
 
 
-def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None = None, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Score a run (or an embedding file under the same protocol) and write eval.json. Test data is read here and nowhere else."""
+def evaluate_run(
+    cfg: Config,
+    embedding: Path | None = None,
+    graph: Graph | None = None,
+    note: Callable[[str], None] = lambda text: None,
+    num_clusters: int | None = None,
+) -> dict[str, Any]:
+    """Score a run (or an embedding file under the same protocol) and write eval.json. Test data is read here and nowhere else.
+
+    `num_clusters` of the clustering scores; without it the number of classes.
+    """
     graph = graph or open_graph(cfg.data)
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     tasks = ("node", "cluster")
     if embedding is not None:
-        result = _score(load_embedding_file(embedding, graph), graph, topology, cfg, tasks) | {"link": None, "link_reason": FOREIGN}
+        result = score_matrix(load_embedding_file(embedding, graph), graph, topology, cfg, tasks, num_clusters) | {"link": None, "link_reason": FOREIGN}
         return result | _facts(cfg, graph, links) | {"embedding": str(embedding)}
     run = RunDir(run_dir(cfg))
     model, saved = stages.load_model(cfg, graph)
@@ -104,14 +121,14 @@ def evaluate_run(cfg: Config, embedding: Path | None = None, graph: Graph | None
         stages.embed(cfg, graph, note=note)
     note("scoring the embedding")
     z = stages.load_embeddings(run)
-    result = _score(z, graph, topology, cfg, tasks)
-    result |= {"link": _score_links(model_scores(model, z), links)} if links else {"link": None, "link_reason": NO_HOLDOUT}
+    result = score_matrix(z, graph, topology, cfg, tasks, num_clusters)
+    result |= {"link": score_links(model_scores(model, z), links)} if links else {"link": None, "link_reason": NO_HOLDOUT}
     if cfg.eval.controls:
         result["controls"] = {}
         for name, matrix, about in control_rows(cfg, graph, topology, model.encoder.cfg, note):
             note(f"scoring the control: {name}")
-            scores = _score(matrix, graph, topology, cfg, tasks)
-            scores["link"] = _score_links(row_scores(matrix), links) if links else None
+            scores = score_matrix(matrix, graph, topology, cfg, tasks, num_clusters)
+            scores["link"] = score_links(row_scores(matrix), links) if links else None
             result["controls"][name] = scores | about
         result["controls_best"] = best_controls(result["controls"], z.shape[1])
     result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": str(run.root)}

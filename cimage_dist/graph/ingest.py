@@ -28,7 +28,7 @@ _LOG = logging.getLogger("cimage")
 def open_graph(data: DataConfig | str | Path) -> Graph:
     """A registered name, a store folder, a folder with edges.* files, or a data section: an open graph, built if need be."""
     if isinstance(data, str | Path):
-        data = _from_text(data)
+        data = data_of(data)
     place = store_place(data)
     if data.stage_dir is None and is_url(place):
         raise UserError(f"data.path is the URL {place}, and graphs are mapped from a local disk. Set data.stage_dir to a local folder for its copy.")
@@ -120,7 +120,8 @@ def _source(data: DataConfig) -> Source:
     raise UserError(f"Unknown dataset {data.name!r}.{hint} Known: {', '.join(SOURCES)}. For your own graph set data.path to a folder with edges.* files.")
 
 
-def _from_text(text: str | Path) -> DataConfig:
+def data_of(text: str | Path) -> DataConfig:
+    """The data section for a registered name, a store folder or a folder with edges.* files."""
     path = Path(text)
     if isinstance(text, str) and text in SOURCES:
         return DataConfig(name=text)

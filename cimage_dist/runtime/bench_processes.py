@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
-import multiprocessing.connection
 import os
 import threading
 import traceback
@@ -13,19 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from cimage_dist.bench.run import ONE_THREAD, here, wants_workers
+from cimage_dist.environment import end_with_parent
 from cimage_dist.runtime.bench_work import main
-
-
-def _end_with_parent() -> None:
-    """A kept process must not outlive the command, however that ends. What it was training goes on from its checkpoint the next time."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _in_this_process(words: list[str]) -> tuple[int, str]:
@@ -54,7 +42,7 @@ class KeptProcesses:
         if wants_workers(command):
             return here(command)  # starts Ray, which is to end with the run
         if not hasattr(self._own, "pool"):
-            self._own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
+            self._own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
             self._all.append(self._own.pool)
         try:
             found: tuple[int, str] = self._own.pool.submit(_in_this_process, command[3:]).result()

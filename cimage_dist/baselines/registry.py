@@ -1,0 +1,98 @@
+"""The methods a comparison can train, their settings, and what a graph must offer them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from importlib import import_module, resources
+from typing import Any, NamedTuple
+
+import yaml
+
+from cimage_dist.errors import UserError
+
+OWN, SUPERVISED = "cimage", "gcn"
+
+
+class Method(NamedTuple):
+    label: str
+    about: str
+
+
+METHODS = {
+    OWN: Method("CIMAGE", "ours, with the settings of the config; brings the controls along"),
+    "gae": Method("GAE", "graph auto-encoder, inner products predict edges"),
+    "vgae": Method("VGAE", "variational graph auto-encoder"),
+    "arga": Method("ARGA", "GAE with an adversarial prior"),
+    "arvga": Method("ARVGA", "VGAE with an adversarial prior"),
+    "dgi": Method("DGI", "nodes against a summary of the graph"),
+    "mvgrl": Method("MVGRL", "adjacency and diffusion as two views; up to 25,000 nodes"),
+    "grace": Method("GRACE", "contrast of two corrupted views"),
+    "ccassg": Method("CCA-SSG", "two views agree, channels are uncorrelated"),
+    "maskgae": Method("MaskGAE", "predicts masked edges"),
+    "graphmae2": Method("GraphMAE2", "reconstructs masked features, decoded from re-masked codes"),
+    "gigamae": Method("GiGaMAE", "reconstructs embeddings of other methods; up to 25,000 nodes"),
+    "augmae": Method("AUG-MAE", "masked features with a learned mask and uniformity"),
+    "bandana": Method("Bandana", "predicts a continuous mask of the edges"),
+    SUPERVISED: Method("GCN", "supervised reference, trained with labels; not ranked"),
+}
+
+
+def settings_of(
+    name: str,
+    dataset: str,
+    task: str,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """default, then datasets.<dataset>; for the task `link` then link.default and
+    link.datasets.<dataset>; then `overrides`, which may only name known settings.
+    """
+    text = (resources.files("cimage_dist.baselines") / f"{name}.yaml").read_text()
+    tree = yaml.safe_load(text)
+    settings: dict[str, Any] = {}
+    parts = [tree, tree.get("link") or {}] if task == "link" else [tree]
+    for part in parts:
+        settings |= part.get("default") or {}
+        settings |= (part.get("datasets") or {}).get(dataset) or {}
+    for key in overrides or {}:
+        if key not in settings:
+            known = ", ".join(settings)
+            raise UserError(f"{name} has no setting {key!r}.{_hint(key, settings)} It has: {known}.")
+    return settings | dict(overrides or {})
+
+
+def most_nodes(name: str) -> int | None:
+    """Nodes of the largest graph a method takes, None where nothing limits it."""
+    if name == OWN:
+        return None
+    return getattr(import_module(f"cimage_dist.baselines.{name}"), "max_nodes", None)
+
+
+def why_not(name: str, num_nodes: int, has_labels: bool) -> str | None:
+    """Why a method cannot be trained on a graph, or None."""
+    most = most_nodes(name)
+    if most is not None and num_nodes > most:
+        return f"{name} takes graphs of at most {most:,} nodes, this one has {num_nodes:,}"
+    if name == SUPERVISED and not has_labels:
+        return f"{name} is trained with labels, and this graph has no labelled training nodes"
+    return None
+
+
+def check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in METHODS:
+            known = ", ".join(METHODS)
+            raise UserError(f"Unknown method {name!r}.{_hint(name, METHODS)} Known: {known}.")
+
+
+def check(names: Sequence[str], num_nodes: int, has_labels: bool = True) -> None:
+    """A UserError for the first method that is unknown or cannot be trained on such a graph."""
+    check_names(names)
+    for name in names:
+        if reason := why_not(name, num_nodes, has_labels):
+            raise UserError(f"{reason}. Leave {name} out of --methods.")
+
+
+def _hint(word: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word.lower().replace("-", ""), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,1 @@
+"""`cimage compare`: methods trained on one graph, scored by the same probe, beside controls."""

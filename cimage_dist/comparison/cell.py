@@ -1,0 +1,187 @@
+"""One method with one seed: train, score, and what it cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cimage_dist import artifacts, environment, stages
+from cimage_dist.baselines import base
+from cimage_dist.baselines.registry import OWN
+from cimage_dist.config import Config, fingerprint
+from cimage_dist.errors import UserError
+from cimage_dist.eval.links import PairScore, row_scores
+from cimage_dist.evaluation import evaluate_run, score_links, score_matrix
+from cimage_dist.graph.holdout import training_graph
+from cimage_dist.graph.store import Graph
+from cimage_dist.train.loop import pick_device
+from cimage_dist.train.progress import Progress
+from cimage_dist.types import Topology
+
+Result = dict[str, Any]
+T = TypeVar("T")
+_KEPT = ("node", "node_reason", "few_labels", "cluster", "link")
+_OF_CONTROLS = (*_KEPT, "width", "hops", "alpha", "of", "chosen_by")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`cfg` has the seed, and for our method its run directory; `settings` are a baseline's.
+
+    `num_clusters` is None where the classes tell it.
+    """
+
+    method: str
+    cfg: Config
+    graph: Graph
+    settings: dict[str, Any]
+    num_clusters: int | None
+
+    @property
+    def seed(self) -> int:
+        return self.cfg.run.seed
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides the result: 12 hex digits. A baseline reads no setting of
+        our training, so a change of those leaves it alone.
+        """
+        trained = self.cfg if self.method == OWN else Config(data=self.cfg.data)
+        parts = {
+            "method": self.method,
+            "settings": self.settings,
+            "science": fingerprint(trained),
+            "eval": dataclasses.asdict(self.cfg.eval),
+            "graph": self.graph.fingerprint,
+            "clusters": self.num_clusters,
+            "seed": self.seed,
+        }
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def path(self, folder: Path) -> Path:
+        return folder / self.method / f"seed-{self.seed}.json"
+
+
+def finished(cell: Cell, folder: Path) -> Result | None:
+    """The result that is there, when it was made with the same settings and did not fail."""
+    path = cell.path(folder)
+    if not path.is_file():
+        return None
+    found: Result = artifacts.read_json(path, "a result of the comparison")
+    is_same = found.get("fingerprint") == cell.fingerprint
+    return found if is_same and "error" not in found else None
+
+
+def run_cell(cell: Cell, progress: Progress, stage: str) -> Result:
+    """Train and score in this process."""
+    if cell.cfg.resources.threads:
+        torch.set_num_threads(cell.cfg.resources.threads)
+    made = _ours(cell, progress) if cell.method == OWN else _baseline(cell, progress, stage)
+    progress.close()
+    return {
+        "method": cell.method,
+        "seed": cell.seed,
+        "fingerprint": cell.fingerprint,
+        "graph": cell.graph.fingerprint,
+        "settings": cell.settings,
+        **made,
+    }
+
+
+def _ours(cell: Cell, progress: Progress) -> Result:
+    cfg, graph = cell.cfg, cell.graph
+
+    def train() -> Result:
+        summary = stages.pretrain(cfg, progress, graph)
+        stages.embed(cfg, graph)
+        return summary
+
+    summary, cost = _measured(train)
+    is_whole = summary["steps_now"] == summary["steps"]  # else resumed: only the rest was timed
+    found = evaluate_run(cfg, graph=graph, note=progress.note, num_clusters=cell.num_clusters)
+    controls = {name: {part: scores[part] for part in _OF_CONTROLS if part in scores} for name, scores in found.get("controls", {}).items()}
+    return {name: found[name] for name in _KEPT if name in found} | {
+        **cost,
+        "seconds": cost["seconds"] if is_whole else None,
+        "objective": found["objective"],
+        "run_dir": found["run_dir"],
+        "controls": controls,
+    }
+
+
+def _baseline(cell: Cell, progress: Progress, stage: str) -> Result:
+    cfg, graph = cell.cfg, cell.graph
+    topology, links = training_graph(graph, cfg.data, cell.seed)
+    given = method_graph(graph, topology, cfg)
+    fit = import_module(f"cimage_dist.baselines.{cell.method}").fit
+
+    def step(done: int, total: int, loss: float) -> None:
+        progress.update(done, total, {"loss": loss}, stage)
+
+    fitted, cost = _measured(lambda: fit(given, cell.settings, cell.seed, step))
+    z = fitted.embedding.detach().float().cpu()
+    scores = score_matrix(z, graph, topology, cfg, num_clusters=cell.num_clusters)
+    if links is not None:
+        ways = row_scores(z)
+        if fitted.score_links is not None:
+            ways["its own"] = _by_columns(fitted.score_links, given.x.device)
+        scores["link"] = score_links(ways, links)
+    return scores | {"width": z.shape[1]} | cost
+
+
+def method_graph(graph: Graph, topology: Topology, cfg: Config) -> base.Graph:
+    """What a method is trained on: no held-out edge; classes under the training and validation
+    masks alone, so that no test label can be read.
+    """
+    device, edges = pick_device(cfg), topology.edge_list()
+    y, train, val = graph.labels(), None, None
+    split, _ = stages.node_split_or_reason(graph, cfg)
+    if y is None or split is None:
+        y = None
+    else:
+        y = torch.where(split.train | split.val, y, -1).to(device)
+        train, val = split.train.to(device), split.val.to(device)
+    index = torch.stack([edges.src, edges.dst]).to(device)
+    # A copy: the store is mapped read-only, and a method may change its input in place.
+    return base.Graph(graph.features().clone().to(device), index, y, train, val)
+
+
+def _by_columns(score: Callable[[Tensor], Tensor], device: torch.device) -> PairScore:
+    """A method scores pairs [2, n]; link scores are asked for pairs [n, 2]."""
+    return lambda pairs: score(pairs.T.to(device))
+
+
+def _measured(train: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    environment.forget_peak_memory()
+    began = time.perf_counter()
+    made = train()
+    seconds = round(time.perf_counter() - began, 2)
+    return made, {"seconds": seconds, "peak_gb": round(environment.peak_memory() / 1e9, 3)}
+
+
+def in_own_process(cell: Cell, quiet: bool, stage: str) -> Result:
+    """So that the peak of memory is the cell's own, and its death harms no other."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(1, context, environment.end_with_parent) as pool:
+            return pool.submit(in_this_process, cell, quiet, stage).result()
+    except BrokenProcessPool:
+        raise UserError("the process was killed, most likely for lack of memory") from None
+
+
+def in_this_process(cell: Cell, quiet: bool, stage: str) -> Result:
+    return run_cell(cell, Progress(quiet=quiet), stage)

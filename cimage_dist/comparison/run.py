@@ -1,0 +1,255 @@
+"""Every method with every seed on one graph; finished cells are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cimage_dist import artifacts, environment, stages
+from cimage_dist.baselines import registry
+from cimage_dist.baselines.registry import OWN
+from cimage_dist.comparison.cell import Cell, Result, finished, in_own_process
+from cimage_dist.comparison.page import write_compare_page
+from cimage_dist.comparison.summary import summarise
+from cimage_dist.comparison.table import as_text
+from cimage_dist.config import Config, fingerprint
+from cimage_dist.config_loading import load_config
+from cimage_dist.errors import UserError
+from cimage_dist.graph.holdout import training_graph
+from cimage_dist.graph.ingest import data_of, open_graph
+from cimage_dist.graph.store import Graph
+from cimage_dist.train.initial import number_of_clusters
+from cimage_dist.train.progress import Progress
+
+Execute = Callable[[Cell, bool, str], Result]
+Settings = Mapping[str, Mapping[str, Any]]  # method -> its settings that differ from the yaml
+NO_LABELS = "there are no classes to probe: methods are compared by held-out links and by the modularity of clusters"
+HOLD_OUT = "; data.holdout_edges=link is set for it"
+AS_STORED = (
+    "the features are those of the store, scaled already: methods whose settings ask for raw "
+    "features (normalize: none) get them scaled. Give the folder of the raw files as data.path, or "
+    "a store made with data.normalize=none, to let them have raw ones"
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`summary` is what compare.json holds; print the comparison for its table."""
+
+    summary: dict[str, Any]
+    folder: Path
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "compare.html"
+
+    @property
+    def failed(self) -> list[Result]:
+        found: list[Result] = self.summary["failed"]
+        return found
+
+    def __str__(self) -> str:
+        return as_text(self.summary)
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """Ours and the controls get the features as data.normalize says, the methods raw ones."""
+
+    ours: Graph
+    raw: Graph
+    is_raw: bool
+
+
+def compare(
+    source: Any,
+    methods: Sequence[str] | None = None,
+    seeds: int = 3,
+    *,
+    cfg: Config | None = None,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    execute: Execute = in_own_process,
+) -> Comparison:
+    """Train `methods` (all that suit the graph) with `seeds` seeds from run.seed on; score all alike.
+
+    `source`: a Config, a yaml file, a dataset's name, a folder, a Graph or a torch_geometric Data
+    (these with `cfg` for everything but the graph). `settings`: {"gae": {"epochs": 50}}. Results
+    are one file per cell, compare.json and compare.html in `out` (comparisons/<name>, with held-out
+    edges comparisons/<name>-link); the same call again makes what is missing. Every cell runs in a
+    process of its own, so a script calls this under `if __name__ == "__main__":`.
+    """
+    progress = progress or Progress()
+    if seeds < 1:
+        raise UserError(f"The number of seeds must be at least 1; got {seeds}.")
+    registry.check_names([*(methods or ()), *(settings or {})])
+    cfg, graphs = _open(source, cfg or Config())
+    cfg, has_labels = _with_links_or_labels(cfg, graphs.ours, progress)
+    names = _chosen(methods, graphs.ours, has_labels, progress)
+    folder = Path(out) if out else _folder(cfg)
+    cells = _cells(cfg, graphs, names, seeds, folder, settings or {}, has_labels)
+    if not graphs.is_raw:
+        progress.note(AS_STORED)
+    if OWN not in names:
+        progress.note(f"no controls: they come with the method {OWN}")
+    results = _run(cells, folder, progress, execute)
+    facts = _facts(cfg, graphs, cells[0].num_clusters)
+    summary = summarise(facts, names, results)
+    artifacts.write_json(folder / "compare.json", summary)
+    comparison = Comparison(summary, folder)
+    write_compare_page(comparison.page, summary)
+    return comparison
+
+
+def _open(source: Any, cfg: Config) -> tuple[Config, _Graphs]:
+    if isinstance(source, str | Path) and str(source).endswith((".yaml", ".yml")):
+        source = load_config(source)
+    elif isinstance(source, str | Path):
+        found = data_of(source)
+        data = dataclasses.replace(cfg.data, name=found.name, path=found.path)
+        source = dataclasses.replace(cfg, data=data)
+    if isinstance(source, Config):
+        ours = open_graph(source.data)
+        raw = open_graph(dataclasses.replace(source.data, normalize="none"))
+        return source, _Graphs(ours, raw, _is_raw(raw))
+    if isinstance(source, Graph):
+        graphs = _Graphs(source, source, _is_raw(source))
+    elif hasattr(source, "edge_index"):
+        ours, raw = (Graph.from_data(source, normalize=how) for how in (cfg.data.normalize, "none"))
+        graphs = _Graphs(ours, raw, True)
+    else:
+        raise UserError(f"compare takes a config, a graph, a torch_geometric Data, a dataset's name or a folder; got {type(source).__name__}.")
+    data = dataclasses.replace(cfg.data, name=graphs.ours.name)
+    return dataclasses.replace(cfg, data=data), graphs
+
+
+def _is_raw(graph: Graph) -> bool:
+    """Whether the store says that rows were kept as given."""
+    options = graph.manifest.get("provenance", {}).get("options", {})
+    return bool(options.get("normalize") == "none")
+
+
+def _with_links_or_labels(cfg: Config, graph: Graph, progress: Progress) -> tuple[Config, bool]:
+    """(config, whether there is a node split); without one, edges are held out."""
+    split, _ = stages.node_split_or_reason(graph, cfg)
+    if split is not None:
+        return cfg, True
+    is_held = cfg.data.holdout_edges == "link"
+    progress.note(NO_LABELS + ("" if is_held else HOLD_OUT))
+    data = dataclasses.replace(cfg.data, holdout_edges="link")
+    return dataclasses.replace(cfg, data=data), False
+
+
+def _chosen(
+    methods: Sequence[str] | None,
+    graph: Graph,
+    has_labels: bool,
+    progress: Progress,
+) -> list[str]:
+    """Those asked for, once each, if all suit the graph; else all that do."""
+    if methods:
+        registry.check(methods, graph.num_nodes, has_labels)
+        return list(dict.fromkeys(methods))
+    names = []
+    for name in registry.METHODS:
+        reason = registry.why_not(name, graph.num_nodes, has_labels)
+        if reason:
+            progress.note(f"left out: {reason}")
+        else:
+            names.append(name)
+    return names
+
+
+def _folder(cfg: Config) -> Path:
+    return Path("comparisons") / f"{cfg.data.name}{'-link' * (_task(cfg) == 'link')}"
+
+
+def _task(cfg: Config) -> Literal["node", "link"]:
+    return "link" if cfg.data.holdout_edges == "link" else "node"
+
+
+def _cells(
+    cfg: Config,
+    graphs: _Graphs,
+    names: Sequence[str],
+    seeds: int,
+    folder: Path,
+    settings: Settings,
+    has_labels: bool,
+) -> list[Cell]:
+    """Seed by seed, so that an interrupted comparison has whole seeds."""
+    clusters = None
+    if not has_labels:
+        topology, _ = training_graph(graphs.ours, cfg.data, cfg.run.seed)
+        clusters = number_of_clusters(cfg, graphs.ours, topology)
+    given = {name: registry.settings_of(name, cfg.data.name, _task(cfg), settings.get(name)) for name in names if name != OWN}
+    if own := settings.get(OWN):
+        raise UserError(f"Settings of {OWN} are those of the config: give {next(iter(own))} as a config key, e.g. train.epochs=50.")
+    cells = []
+    for seed in range(cfg.run.seed, cfg.run.seed + seeds):
+        place = str(folder / "runs" / fingerprint(cfg) / f"seed-{seed}")
+        run = dataclasses.replace(cfg.run, seed=seed, dir=place)
+        seeded = dataclasses.replace(cfg, run=run)
+        for name in names:
+            graph = graphs.ours if name == OWN else graphs.raw
+            cells.append(Cell(name, seeded, graph, given.get(name, {}), clusters))
+    return cells
+
+
+def _run(
+    cells: Sequence[Cell],
+    folder: Path,
+    progress: Progress,
+    execute: Execute,
+) -> list[Result]:
+    """Results in the order of the cells; one that failed has its reason under `error`."""
+    kept = [finished(cell, folder) for cell in cells]
+    missing = sum(result is None for result in kept)
+    progress.note(f"{len(cells)} cells in {folder}, {missing} to be made")
+    results, made = [], 0
+    for cell, there in zip(cells, kept, strict=True):
+        if there is not None:
+            results.append(there)
+            continue
+        made += 1
+        stage = f"{cell.method}, seed {cell.seed} ({made} of {missing})"
+        progress.note(stage)
+        result = _attempt(cell, stage, progress, execute)
+        artifacts.write_json(cell.path(folder), result)
+        results.append(result)
+    return results
+
+
+def _attempt(cell: Cell, stage: str, progress: Progress, execute: Execute) -> Result:
+    try:
+        return execute(cell, progress.quiet, stage)
+    except Exception as error:  # of one method: the others go on
+        text = " ".join(str(error).split())
+        reason = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+        progress.note(f"failed: {reason}")
+        facts = {"method": cell.method, "seed": cell.seed, "fingerprint": cell.fingerprint}
+        return facts | {"error": reason}
+
+
+def _facts(cfg: Config, graphs: _Graphs, clusters: int | None) -> dict[str, Any]:
+    graph = graphs.ours
+    return {
+        "graph": {
+            "name": cfg.data.name,
+            "fingerprint": graph.fingerprint,
+            "nodes": graph.num_nodes,
+            "edges": graph.num_edges // 2,
+            "features": graph.num_features,
+            "classes": graph.num_classes,
+        },
+        "task": _task(cfg),
+        "has_labels": clusters is None,
+        "clusters": clusters,
+        "raw_features": graphs.is_raw,
+        "config_fingerprint": fingerprint(cfg),
+        "environment": environment.describe(),
+    }
