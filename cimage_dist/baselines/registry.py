@@ -54,11 +54,32 @@ def settings_of(
     for part in parts:
         settings |= part.get("default") or {}
         settings |= (part.get("datasets") or {}).get(dataset) or {}
-    for key in overrides or {}:
+    overrides = overrides or {}
+    for key in overrides:
         if key not in settings:
-            known = ", ".join(settings)
-            raise UserError(f"{name} has no setting {key!r}.{_hint(key, settings)} It has: {known}.")
-    return settings | dict(overrides or {})
+            hint = _hint(key, settings)
+            raise UserError(f"{name} has no setting {key!r}.{hint} Known: {', '.join(settings)}.")
+        settings[key] = _like(settings[key], overrides[key], f"{name}.{key}")
+    return settings
+
+
+def _like(usual: Any, given: Any, where: str) -> Any:
+    """`given` as the type of the usual value; yaml takes 1e-3 for a text, so texts are tried too."""
+    try:
+        if isinstance(usual, bool) or isinstance(given, bool):
+            fits = type(usual) is type(given)
+        elif isinstance(usual, int | float):
+            given = float(given)
+            fits = isinstance(usual, float) or given.is_integer()
+            given = given if isinstance(usual, float) else int(given)
+        else:
+            fits = isinstance(given, type(usual))
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        kind = type(usual).__name__
+        raise UserError(f"{where} must be of type {kind}, such as {usual!r}; got {given!r}.")
+    return given
 
 
 def most_nodes(name: str) -> int | None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -113,14 +113,18 @@ def _ours(cell: Cell, progress: Progress) -> Result:
     summary, cost = _measured(train)
     is_whole = summary["steps_now"] == summary["steps"]  # else resumed: only the rest was timed
     found = evaluate_run(cfg, graph=graph, note=progress.note, num_clusters=cell.num_clusters)
-    controls = {name: {part: scores[part] for part in _OF_CONTROLS if part in scores} for name, scores in found.get("controls", {}).items()}
-    return {name: found[name] for name in _KEPT if name in found} | {
+    controls = found.get("controls", {})
+    return _only(_KEPT, found) | {
         **cost,
         "seconds": cost["seconds"] if is_whole else None,
         "objective": found["objective"],
         "run_dir": found["run_dir"],
-        "controls": controls,
+        "controls": {name: _only(_OF_CONTROLS, scores) for name, scores in controls.items()},
     }
+
+
+def _only(names: Sequence[str], scores: Result) -> Result:
+    return {name: scores[name] for name in names if name in scores}
 
 
 def _baseline(cell: Cell, progress: Progress, stage: str) -> Result:
@@ -184,4 +188,4 @@ def in_own_process(cell: Cell, quiet: bool, stage: str) -> Result:
 
 
 def in_this_process(cell: Cell, quiet: bool, stage: str) -> Result:
-    return run_cell(cell, Progress(quiet=quiet), stage)
+    return run_cell(cell, Progress(quiet, lines=4), stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from cimage_dist.comparison.table import cells, sentences
 from cimage_dist.report.charts import Chart, dots, table
 from cimage_dist.report.page import section, write_page
 
+Row = tuple[str, list[float], float | None]
 _UNITS = {"cluster.modularity": "modularity"}
 
 
@@ -32,12 +33,16 @@ def write_compare_page(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _dots(summary: Mapping[str, Any], path: str) -> Chart:
-    rows = [(row["label"], row["scores"][path]["values"], None) for row in summary["rows"] if row["scores"][path]]
+    rows = _values((row["label"], row["scores"][path]) for row in summary["rows"])
     return dots(SCORES[path][0], "", _UNITS.get(path, "percent"), rows)
 
 
+def _values(rows: Iterable[tuple[str, Mapping[str, Any] | None]]) -> list[Row]:
+    return [(label, found["values"], None) for label, found in rows if found]
+
+
 def _seconds(summary: Mapping[str, Any]) -> Chart:
-    rows = [(row["label"], row["seconds"]["values"], None) for row in summary["rows"] if row["seconds"]]
+    rows = _values((row["label"], row["seconds"]) for row in summary["rows"])
     return dots("Time of training", "", "seconds", rows)
 
 

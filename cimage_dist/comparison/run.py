@@ -26,7 +26,7 @@ from cimage_dist.train.progress import Progress
 
 Execute = Callable[[Cell, bool, str], Result]
 Settings = Mapping[str, Mapping[str, Any]]  # method -> its settings that differ from the yaml
-NO_LABELS = "there are no classes to probe: methods are compared by held-out links and by the modularity of clusters"
+NO_LABELS = "no classes to probe: methods are compared by held-out links and by modularity"
 HOLD_OUT = "; data.holdout_edges=link is set for it"
 AS_STORED = (
     "the features are those of the store, scaled already: methods whose settings ask for raw "
@@ -75,7 +75,7 @@ def compare(
     progress: Progress | None = None,
     execute: Execute = in_own_process,
 ) -> Comparison:
-    """Train `methods` (all that suit the graph) with `seeds` seeds from run.seed on; score all alike.
+    """Train `methods` (None: all that suit the graph) with seeds from run.seed on; score all alike.
 
     `source`: a Config, a yaml file, a dataset's name, a folder, a Graph or a torch_geometric Data
     (these with `cfg` for everything but the graph). `settings`: {"gae": {"epochs": 50}}. Results
@@ -86,7 +86,7 @@ def compare(
     progress = progress or Progress()
     if seeds < 1:
         raise UserError(f"The number of seeds must be at least 1; got {seeds}.")
-    registry.check_names([*(methods or ()), *(settings or {})])
+    _check_names(methods or [], settings or {})
     cfg, graphs = _open(source, cfg or Config())
     cfg, has_labels = _with_links_or_labels(cfg, graphs.ours, progress)
     names = _chosen(methods, graphs.ours, has_labels, progress)
@@ -103,6 +103,15 @@ def compare(
     comparison = Comparison(summary, folder)
     write_compare_page(comparison.page, summary)
     return comparison
+
+
+def _check_names(methods: Sequence[str], settings: Settings) -> None:
+    registry.check_names([*methods, *settings])
+    if OWN in settings:
+        how = "give them as config keys, e.g. train.epochs=50"
+        raise UserError(f"Settings of {OWN} are those of the config: {how}.")
+    if unused := [name for name in settings if methods and name not in methods]:
+        raise UserError(f"There are settings for {unused[0]}, which is not among the methods.")
 
 
 def _open(source: Any, cfg: Config) -> tuple[Config, _Graphs]:
@@ -122,7 +131,8 @@ def _open(source: Any, cfg: Config) -> tuple[Config, _Graphs]:
         ours, raw = (Graph.from_data(source, normalize=how) for how in (cfg.data.normalize, "none"))
         graphs = _Graphs(ours, raw, True)
     else:
-        raise UserError(f"compare takes a config, a graph, a torch_geometric Data, a dataset's name or a folder; got {type(source).__name__}.")
+        kinds = "a config, a graph, a torch_geometric Data, a dataset's name or a folder"
+        raise UserError(f"compare takes {kinds}; got {type(source).__name__}.")
     data = dataclasses.replace(cfg.data, name=graphs.ours.name)
     return dataclasses.replace(cfg, data=data), graphs
 
@@ -186,17 +196,17 @@ def _cells(
     if not has_labels:
         topology, _ = training_graph(graphs.ours, cfg.data, cfg.run.seed)
         clusters = number_of_clusters(cfg, graphs.ours, topology)
-    given = {name: registry.settings_of(name, cfg.data.name, _task(cfg), settings.get(name)) for name in names if name != OWN}
-    if own := settings.get(OWN):
-        raise UserError(f"Settings of {OWN} are those of the config: give {next(iter(own))} as a config key, e.g. train.epochs=50.")
+    name, task = cfg.data.name, _task(cfg)
+    baselines = [method for method in names if method != OWN]
+    given = {m: registry.settings_of(m, name, task, settings.get(m)) for m in baselines}
     cells = []
     for seed in range(cfg.run.seed, cfg.run.seed + seeds):
         place = str(folder / "runs" / fingerprint(cfg) / f"seed-{seed}")
         run = dataclasses.replace(cfg.run, seed=seed, dir=place)
         seeded = dataclasses.replace(cfg, run=run)
-        for name in names:
-            graph = graphs.ours if name == OWN else graphs.raw
-            cells.append(Cell(name, seeded, graph, given.get(name, {}), clusters))
+        for method in names:
+            graph = graphs.ours if method == OWN else graphs.raw
+            cells.append(Cell(method, seeded, graph, given.get(method, {}), clusters))
     return cells
 
 
@@ -216,8 +226,8 @@ def _run(
             results.append(there)
             continue
         made += 1
-        stage = f"{cell.method}, seed {cell.seed} ({made} of {missing})"
-        progress.note(stage)
+        stage = f"{cell.method}, seed {cell.seed}"
+        progress.note(f"{stage} ({made} of {missing})")
         result = _attempt(cell, stage, progress, execute)
         artifacts.write_json(cell.path(folder), result)
         results.append(result)

@@ -57,7 +57,11 @@ def summarise(
 
 def _controls(ours: Sequence[Result]) -> dict[str, list[Result]]:
     """Scored with every seed of ours."""
-    return {name: [r["controls"][name] | {"seed": r["seed"]} for r in ours if name in r["controls"]] for name in CONTROLS}
+    found: dict[str, list[Result]] = {name: [] for name in CONTROLS}
+    for result in ours:
+        for name, scores in result["controls"].items():
+            found[name].append(scores | {"seed": result["seed"]})
+    return found
 
 
 def _row(name: str, found: Sequence[Result], scores: Sequence[str]) -> dict[str, Any]:
@@ -87,13 +91,18 @@ def _add_ranks(rows: Sequence[dict[str, Any]], groups: Mapping[str, Any], by: st
     from scipy.stats import rankdata
 
     ranked = [row for row in rows if row["kind"] == "method" and row["scores"][by]]
-    values = [{r["seed"]: v for r in groups[row["name"]] if (v := value_at(r, by)) is not None} for row in ranked]
+    values = [_by_seed(groups[row["name"]], by) for row in ranked]
     common = sorted(set.intersection(*(set(found) for found in values))) if values else []
     if not common:
         return
     table = np.array([[found[seed] for seed in common] for found in values])
     for row, rank in zip(ranked, rankdata(-table, axis=0).mean(1), strict=True):
         row["rank"] = float(rank)
+
+
+def _by_seed(results: Sequence[Result], path: str) -> dict[int, float]:
+    found = {r["seed"]: value_at(r, path) for r in results}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def _add_differences(rows: Sequence[dict[str, Any]], groups: Mapping[str, Any], by: str) -> None:
