@@ -27,7 +27,7 @@ ALLOWED = {
     "nn": BASE,
     "cluster": BASE | {"comm", "stats", "nn"},
     "losses": BASE,
-    "baselines": BASE,
+    "baselines": BASE | {"graph"},
     "graph": BASE | {"artifacts"},
     "checkpoint": BASE | {"artifacts"},
     "train": BASE | {"comm", "artifacts", "stats", "nn", "cluster", "losses", "graph", "checkpoint", "environment"},
