@@ -6,13 +6,16 @@ import dataclasses
 import hashlib
 import json
 import multiprocessing
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -182,9 +185,24 @@ def in_own_process(cell: Cell, quiet: bool, stage: str) -> Result:
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(1, context, environment.end_with_parent) as pool:
-            return pool.submit(in_this_process, cell, quiet, stage).result()
+            with _without_main():
+                running = pool.submit(in_this_process, cell, quiet, stage)
+            return running.result()
     except BrokenProcessPool:
         raise UserError("the process was killed, most likely for lack of memory") from None
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A process spawned now does not run the calling script again: it needs nothing of it, and a
+    script without `if __name__ == "__main__"` would start the comparison anew there.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def in_this_process(cell: Cell, quiet: bool, stage: str) -> Result:

@@ -80,8 +80,8 @@ def compare(
     `source`: a Config, a yaml file, a dataset's name, a folder, a Graph or a torch_geometric Data
     (these with `cfg` for everything but the graph). `settings`: {"gae": {"epochs": 50}}. Results
     are one file per cell, compare.json and compare.html in `out` (comparisons/<name>, with held-out
-    edges comparisons/<name>-link); the same call again makes what is missing. Every cell runs in a
-    process of its own, so a script calls this under `if __name__ == "__main__":`.
+    edges comparisons/<name>-link); the same call again makes what is missing. `execute` runs a cell,
+    by default in a process of its own.
     """
     progress = progress or Progress()
     if seeds < 1:

@@ -66,13 +66,16 @@ def _controls(ours: Sequence[Result]) -> dict[str, list[Result]]:
 
 def _row(name: str, found: Sequence[Result], scores: Sequence[str]) -> dict[str, Any]:
     kind = "method" if name in METHODS else "control"
+    spreads = {path: _spread([value_at(r, path) for r in found]) for path in scores}
+    if name == SUPERVISED:
+        spreads["node.pool"] = None  # over nodes whose labels it was trained with
     return {
         "name": name,
         "label": METHODS[name].label if name in METHODS else CONTROLS[name],
         "kind": "reference" if name == SUPERVISED else kind,
         "seeds": [r["seed"] for r in found],
         "settings": found[0].get("settings"),
-        "scores": {path: _spread([value_at(r, path) for r in found]) for path in scores},
+        "scores": spreads,
         "seconds": _spread([r.get("seconds") for r in found]),
         "peak_gb": max((r["peak_gb"] for r in found if r.get("peak_gb")), default=None),
     }

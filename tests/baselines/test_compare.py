@@ -260,7 +260,7 @@ def test_features_raw_or_as_stored(cfg, tmp_path):
 def test_ranks_and_differences():
     def cell(method: str, seed: int, value: float) -> dict[str, Any]:
         facts = {"method": method, "seed": seed, "seconds": 1.0, "peak_gb": 0.5, "settings": {}}
-        return facts | {"node": {"test": value}}
+        return facts | {"node": {"test": value, "pool": value}}
 
     scores = {"gae": [80.0, 81.0, 82.0], "dgi": [84.0, 84.5, 86.2], "gcn": [90.0, 90.0, 90.0]}
     results = [cell(m, s, v) for m, values in scores.items() for s, v in enumerate(values)]
@@ -271,6 +271,7 @@ def test_ranks_and_differences():
     rows = rows_of(summary)
     assert [row["name"] for row in summary["rows"]] == ["dgi", "gae", "gcn"]
     assert rows["dgi"]["rank"] == 1 and rows["gae"]["rank"] == 2 and "rank" not in rows["gcn"]
+    assert rows["gcn"]["scores"]["node.pool"] is None  # over labels it was trained with
     gap = rows["gae"]["difference"]
     assert gap["to"] == "DGI" and gap["mean"] == pytest.approx(-3.9) and gap["p"] < 0.05
     assert rows["dgi"]["difference"]["to"] == "GAE" and gap["stands_out"]
