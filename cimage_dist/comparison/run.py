@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cimage_dist import artifacts, environment, stages
 from cimage_dist.baselines import registry
@@ -18,6 +18,7 @@ from cimage_dist.comparison.table import as_text
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
+from cimage_dist.evaluation import as_graph
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import data_of, open_graph
 from cimage_dist.graph.store import Graph
@@ -25,6 +26,7 @@ from cimage_dist.train.initial import number_of_clusters
 from cimage_dist.train.progress import Progress
 
 Execute = Callable[[Cell, bool, str], Result]
+MakeRaw = Callable[[], tuple[Graph, bool]]
 Settings = Mapping[str, Mapping[str, Any]]  # method -> its settings that differ from the yaml
 NO_LABELS = "no classes to probe: methods are compared by held-out links and by modularity"
 HOLD_OUT = "; data.holdout_edges=link is set for it"
@@ -55,8 +57,7 @@ class Comparison:
         return as_text(self.summary)
 
 
-@dataclass(frozen=True)
-class _Graphs:
+class _Graphs(NamedTuple):
     """Ours and the controls get the features as data.normalize says, the methods raw ones."""
 
     ours: Graph
@@ -87,9 +88,10 @@ def compare(
     if seeds < 1:
         raise UserError(f"The number of seeds must be at least 1; got {seeds}.")
     _check_names(methods or [], settings or {})
-    cfg, graphs = _open(source, cfg or Config())
-    cfg, has_labels = _with_links_or_labels(cfg, graphs.ours, progress)
-    names = _chosen(methods, graphs.ours, has_labels, progress)
+    cfg, ours, make_raw = _open(source, cfg or Config())
+    cfg, has_labels = _with_links_or_labels(cfg, ours, progress)
+    names = _chosen(methods, ours, has_labels, progress)
+    graphs = _Graphs(ours, *((ours, True) if names == [OWN] else make_raw()))
     folder = Path(out) if out else _folder(cfg)
     cells = _cells(cfg, graphs, names, seeds, folder, settings or {}, has_labels)
     if not graphs.is_raw:
@@ -114,7 +116,8 @@ def _check_names(methods: Sequence[str], settings: Settings) -> None:
         raise UserError(f"There are settings for {unused[0]}, which is not among the methods.")
 
 
-def _open(source: Any, cfg: Config) -> tuple[Config, _Graphs]:
+def _open(source: Any, cfg: Config) -> tuple[Config, Graph, MakeRaw]:
+    """(config, graph with the features as data.normalize says, what opens it with raw ones)."""
     if isinstance(source, str | Path) and str(source).endswith((".yaml", ".yml")):
         source = load_config(source)
     elif isinstance(source, str | Path):
@@ -122,25 +125,22 @@ def _open(source: Any, cfg: Config) -> tuple[Config, _Graphs]:
         data = dataclasses.replace(cfg.data, name=found.name, path=found.path)
         source = dataclasses.replace(cfg, data=data)
     if isinstance(source, Config):
-        ours = open_graph(source.data)
-        raw = open_graph(dataclasses.replace(source.data, normalize="none"))
-        return source, _Graphs(ours, raw, _is_raw(raw))
-    if isinstance(source, Graph):
-        graphs = _Graphs(source, source, _is_raw(source))
-    elif hasattr(source, "edge_index"):
-        ours, raw = (Graph.from_data(source, normalize=how) for how in (cfg.data.normalize, "none"))
-        graphs = _Graphs(ours, raw, True)
-    else:
+        plain = dataclasses.replace(source.data, normalize="none")
+        return source, open_graph(source.data), lambda: _with_state(open_graph(plain))
+    if not isinstance(source, Graph) and not hasattr(source, "edge_index"):
         kinds = "a config, a graph, a torch_geometric Data, a dataset's name or a folder"
         raise UserError(f"compare takes {kinds}; got {type(source).__name__}.")
-    data = dataclasses.replace(cfg.data, name=graphs.ours.name)
-    return dataclasses.replace(cfg, data=data), graphs
+    ours = as_graph(source, cfg.data)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name=ours.name))
+    if isinstance(source, Graph):
+        return cfg, ours, lambda: _with_state(source)
+    return cfg, ours, lambda: (Graph.from_data(source, normalize="none"), True)
 
 
-def _is_raw(graph: Graph) -> bool:
-    """Whether the store says that rows were kept as given."""
+def _with_state(graph: Graph) -> tuple[Graph, bool]:
+    """The graph, and whether its store says that feature rows were kept as given."""
     options = graph.manifest.get("provenance", {}).get("options", {})
-    return bool(options.get("normalize") == "none")
+    return graph, options.get("normalize") == "none"
 
 
 def _with_links_or_labels(cfg: Config, graph: Graph, progress: Progress) -> tuple[Config, bool]:

@@ -100,8 +100,9 @@ def verdict(summary: Mapping[str, Any]) -> Iterator[str]:
         has_pool = summary["by"] == "node.test" and "node.pool" in summary["scores"]
         chosen_by = "node.pool" if has_pool else summary["by"]
         top = max(controls, key=lambda row: row["scores"][chosen_by]["mean"])
-        mean = top["scores"][summary["by"]]["mean"]
-        yield f"Best control, which needs no training: {top['label']}, {mean:.2f}."
+        mean, gap = top["scores"][summary["by"]]["mean"], top.get("difference")
+        beside = f", {gap['mean']:+.2f} beside {gap['to']}" if gap else ""
+        yield f"Best control, which needs no training: {top['label']}, {mean:.2f}{beside}."
 
 
 def how_to_read(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -25,7 +26,6 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.graph.holdout import training_graph
 from cimage_dist.graph.ingest import open_graph
-from cimage_dist.graph.store import Graph
 from cimage_dist.stages import node_split_or_reason
 from cimage_dist.train.progress import Progress
 from tests.cli.conftest import TRAINING
@@ -228,8 +228,6 @@ def test_without_labels_links_and_modularity(tmp_path, capsys, in_process):
 
 
 def test_a_method_sees_no_test_label_and_no_held_out_edge(cfg):
-    import dataclasses
-
     held = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, holdout_edges="link"))
     graph = open_graph(held.data)
     topology, links = training_graph(graph, held.data, 0)
@@ -246,13 +244,16 @@ def test_a_method_sees_no_test_label_and_no_held_out_edge(cfg):
 def test_features_raw_or_as_stored(cfg, tmp_path):
     """Methods get raw rows where they can be had; a scaled store is told about."""
     scaled = open_graph(cfg.data)
-    _, graphs = comparing._open(cfg, cfg)
-    assert graphs.is_raw and not np.allclose(graphs.raw.x, scaled.x)
-    assert np.allclose(graphs.ours.x, scaled.x)
-    _, graphs = comparing._open(scaled, cfg)
-    assert not graphs.is_raw and isinstance(graphs.raw, Graph)
-    _, graphs = comparing._open(scaled.to_data(), cfg)
-    assert graphs.is_raw
+    _, ours, make_raw = comparing._open(cfg, cfg)
+    raw, is_raw = make_raw()
+    assert is_raw and not np.allclose(raw.x, scaled.x) and np.allclose(ours.x, scaled.x)
+    _, ours, make_raw = comparing._open(scaled, cfg)
+    assert make_raw() == (ours, False)
+    stored = dataclasses.replace(cfg.data, name="stored", path=str(scaled.path))
+    _, _, make_raw = comparing._open(dataclasses.replace(cfg, data=stored), cfg)
+    assert make_raw()[1] is False
+    _, ours, make_raw = comparing._open(raw.to_data(), cfg)
+    assert np.allclose(make_raw()[0].x, raw.x) and np.allclose(ours.x, scaled.x, atol=1e-6)
     with pytest.raises(UserError, match="got int"):
         here(3)
 
