@@ -27,6 +27,7 @@ examples:
   cimage evaluate configs/demo.yaml --json                   score them, beside controls
   cimage pretrain configs/node/cora.yaml train.epochs=50 run.seed=1
   cimage pretrain data.name=mine data.path=my_graph/         your own graph: edges.csv, features.npy, ...
+  cimage compare configs/demo.yaml --methods cimage,gae      ours beside published methods on one graph
   cimage show --keys                                         every config key with its default and meaning
 
 Later arguments win: defaults, then each yaml in order, then key=value. Exit codes: 0 done, 2 your input needs mending

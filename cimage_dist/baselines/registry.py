@@ -64,7 +64,7 @@ def settings_of(
 
 
 def _like(usual: Any, given: Any, where: str) -> Any:
-    """`given` as the type of the usual value; yaml takes 1e-3 for a text, so texts are tried too."""
+    """`given` as the type of the usual value; yaml reads 1e-3 as a text, so texts are tried."""
     try:
         if isinstance(usual, bool) or isinstance(given, bool):
             fits = type(usual) is type(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,8 @@ def compare(
     `source`: a Config, a yaml file, a dataset's name, a folder, a Graph or a torch_geometric Data
     (these with `cfg` for everything but the graph). `settings`: {"gae": {"epochs": 50}}. Results
     are one file per cell, compare.json and compare.html in `out` (comparisons/<name>, with held-out
-    edges comparisons/<name>-link); the same call again makes what is missing. `execute` runs a cell,
-    by default in a process of its own.
+    edges comparisons/<name>-link; below CIMAGE_STORAGE where that is set); the same call again
+    makes what is missing. `execute` runs a cell, by default in a process of its own.
     """
     progress = progress or Progress()
     if seeds < 1:
@@ -92,7 +93,7 @@ def compare(
     cfg, has_labels = _with_links_or_labels(cfg, ours, progress)
     names = _chosen(methods, ours, has_labels, progress)
     graphs = _Graphs(ours, *((ours, True) if names == [OWN] else make_raw()))
-    folder = Path(out) if out else _folder(cfg)
+    folder = Path(os.environ.get("CIMAGE_STORAGE", "")) / (out or _folder(cfg))
     cells = _cells(cfg, graphs, names, seeds, folder, settings or {}, has_labels)
     if not graphs.is_raw:
         progress.note(AS_STORED)

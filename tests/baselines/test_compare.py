@@ -132,7 +132,8 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in registry.METHODS) and "cimage compare configs/" in out
+    assert all(f"  {name} " in out for name in registry.METHODS)
+    assert "cimage compare configs/" in out
 
 
 def test_end_to_end_in_processes_of_their_own(cfg, tmp_path):
@@ -174,7 +175,8 @@ def test_end_to_end_in_processes_of_their_own(cfg, tmp_path):
     )
     assert made == ["cimage 1", "ccassg 1", "gae 1"]
     gap = rows_of(again.summary)["gae"]["difference"]
-    assert gap["seeds"] == 2 and gap["p"] is None and rows_of(again.summary)["raw"]["seeds"] == [0, 1]
+    assert gap["seeds"] == 2 and gap["p"] is None
+    assert rows_of(again.summary)["raw"]["seeds"] == [0, 1]
     text = str(again)
     assert "CCA-SSG" in text and "raw features" in text and "Best by accuracy" in text
     page = (tmp_path / "compare.html").read_text()
