@@ -8,7 +8,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import dot_score, link_scores, pick_score, row_scores
-from cimage_dist.types import LinkSplit
+from cimage_dist.types import LinkSplit, Topology
 
 
 def test_scores_match_sklearn_in_any_chunking() -> None:
@@ -50,7 +50,7 @@ def test_the_score_is_chosen_on_validation_edges_alone() -> None:
     """Rows of which only the centred cosine ranks the validation edges; test edges say the opposite."""
     z = torch.tensor([[10.0, 1.0], [10.0, 1.1], [10.0, -1.0], [30.0, -1.1]])
     pos, neg = torch.tensor([[0, 1]]), torch.tensor([[0, 3]])
-    links = LinkSplit(val_pos=pos, val_neg=neg, test_pos=neg, test_neg=pos)
+    links = LinkSplit(Topology(torch.zeros(5, dtype=torch.int64), pos[:0, 0]), pos, neg, neg, pos)
     name, found = pick_score(row_scores(z), links)
     assert name != "dot product" and found["auc"] == 100.0
     assert pick_score({"dot product": dot_score(z)}, links)[1]["auc"] == 0.0
