@@ -41,11 +41,11 @@ from cimage_dist.nn.model import (
     model_from_weights,
     needs_moments,
 )
-from cimage_dist.nn.teleport import fit_to_graph
 from cimage_dist.rows import RowFiles, add_parquet, describe_parts, load_rows, step_of
 from cimage_dist.train.loop import Trainer, pick_device, worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, Sink
+from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.types import LinkSplit, NodeSplit
 
 

@@ -29,7 +29,7 @@ class SampledSubgraph:
     src, dst int64 [e]: local ids of the message src -> dst, sorted by dst, hence also grouped by hop; ascending gid of src for one dst.
     entry int64 [e]: position of the message in `indices`.
     weight float32 [e]: visible degree / sampled of dst, 1 where nothing was left out.
-    degree float32 [n]: visible degree, of nodes of the last hop too (those have no messages here).
+    degree float32 [n]: expected visible degree: listed hidden edges taken off, of the others the visible share.
     seed_bid int64 [S]: local id of every seed as given, repeats included.
     nodes_per_hop: seeds, then new nodes of each hop. edges_per_hop: messages into the nodes of each hop but the last.
     """
@@ -86,7 +86,7 @@ def expand(
     rank[order] = np.arange(len(order))
     nodes = distinct[order]
     nodes_per_hop, edges_per_hop = [len(nodes)], []
-    src, dst, entry, weight, degree = [], [], [], [], []
+    src, dst, entry, weight = [], [], [], []
     begin = 0
     for fanout in fanouts:
         targets = nodes[begin:]
@@ -97,14 +97,14 @@ def expand(
         dst.append(np.repeat(np.arange(begin, len(nodes)), selection.kept))
         entry.append(selection.entry)
         weight.append(np.repeat(selection.visible / np.maximum(selection.kept, 1), selection.kept))
-        degree.append(selection.visible)
         begin = len(nodes)
         nodes = np.concatenate([nodes, fresh])
         nodes_per_hop.append(len(fresh))
         edges_per_hop.append(len(columns))
-    leaves = nodes[begin:]
-    leaf_degree = graph.indptr[leaves + 1] - graph.indptr[leaves]
-    degree.append(leaf_degree.astype(np.float64) if hidden is None else hidden.expected_visible(leaves, leaf_degree))
+    # The rows of the last hop are not read, so their visible degree is an expectation. So is that of all
+    # others: a node must have one degree whether it is at the rim of a rank's subgraph or inside another's.
+    degree = graph.indptr[nodes + 1] - graph.indptr[nodes]
+    visible = degree if hidden is None else hidden.expected_visible(nodes, degree)
     all_weights = np.concatenate(weight).astype(np.float32)
     return SampledSubgraph(
         node_gid=nodes,
@@ -112,7 +112,7 @@ def expand(
         dst=np.concatenate(dst),
         entry=np.concatenate(entry),
         weight=all_weights if rescale else np.ones_like(all_weights),
-        degree=np.concatenate(degree).astype(np.float32),
+        degree=visible.astype(np.float32),
         seed_bid=rank[inverse],
         nodes_per_hop=tuple(nodes_per_hop),
         edges_per_hop=tuple(edges_per_hop),

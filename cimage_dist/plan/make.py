@@ -12,7 +12,6 @@ import torch
 
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
-from cimage_dist.nn.teleport import FALLBACK
 from cimage_dist.plan.batch import masked_edges, rows_per_step, slices
 from cimage_dist.plan.checks import advice, check, num_clusters
 from cimage_dist.plan.fake import Call
@@ -21,6 +20,7 @@ from cimage_dist.plan.play import Played, Rows, play
 from cimage_dist.plan.sizes import GraphSize, graph_size, training_edges
 from cimage_dist.stats.hsic import repeats_for
 from cimage_dist.stats.kernels import packed_size
+from cimage_dist.train.teleport import FALLBACK
 
 _GB = 1e9
 

@@ -27,7 +27,6 @@ from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import Features, compact
 from cimage_dist.nn.model import CimageModel, build_model, needs_moments, norm_kind
 from cimage_dist.nn.norm import BatchNorm, settle
-from cimage_dist.nn.teleport import fit_to_graph
 from cimage_dist.stats.hsic import HsicStats
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
@@ -37,6 +36,7 @@ from cimage_dist.train.meter import Meter
 from cimage_dist.train.refresh import Refresher, random_scores, redrawn_scores
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import PseudoLabels, objective, train_step
+from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.types import CIScores, Topology
 
 # Scores a model by validation data only; "score" is what selection maximises.

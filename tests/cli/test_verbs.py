@@ -78,7 +78,8 @@ def test_the_whole_way(cli: Cli, tmp_path: Path) -> None:
     assert load_config(run / "config.yaml") == load_config(tmp_path / "graph.yaml", tmp_path / "short.yaml", overrides=settings[2:])
     env = json.loads((run / "env.json").read_text())
     assert env["graph"]["nodes"] == 200 and env["packages"]["torch"] == torch.__version__ and env["fingerprint"] == facts["fingerprint"]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    described, *records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert described["kind"] == "encoder" and described["described"] in got.err
     assert [r["step"] for r in records] == [1, 2, 3, 4] and all(math.isfinite(r["loss"]) and r["edges_per_s"] > 0 for r in records)
     assert list((run / "tb").glob("events.out.tfevents.*"))
     newest = run / "ckpt" / (run / "ckpt" / "LATEST").read_text().strip()
@@ -91,7 +92,7 @@ def test_the_whole_way(cli: Cli, tmp_path: Path) -> None:
     again = cli("pretrain", *settings)
     assert again.code == 0 and "already finished, nothing to do" in again.out and f"resuming {run.relative_to(tmp_path)} from step 4" in again.err
     assert json.loads((run / "summary.json").read_text()) == summary
-    assert (run / "metrics.jsonl").read_text().count("\n") == 4
+    assert (run / "metrics.jsonl").read_text().count("\n") == 5
 
     assert "200 x 12, float32, step 4" in ok(cli, "embed", *settings)
     z = np.load(run / "embeddings" / "part-00000.npy")

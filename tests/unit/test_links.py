@@ -7,7 +7,8 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import dot_score, link_scores
+from cimage_dist.eval.links import dot_score, link_scores, pick_score, row_scores
+from cimage_dist.types import LinkSplit, Topology
 
 
 def test_scores_match_sklearn_in_any_chunking() -> None:
@@ -43,3 +44,13 @@ def test_bad_input_is_explained() -> None:
         link_scores(dot_score(torch.ones(2, 2)), pairs, pairs[:0])
     with pytest.raises(UserError, match="2 of 2 pair scores are NaN"):
         link_scores(dot_score(torch.full((2, 2), float("nan"))), pairs, pairs)
+
+
+def test_the_score_is_chosen_on_validation_edges_alone() -> None:
+    """Rows of which only the centred cosine ranks the validation edges; test edges say the opposite."""
+    z = torch.tensor([[10.0, 1.0], [10.0, 1.1], [10.0, -1.0], [30.0, -1.1]])
+    pos, neg = torch.tensor([[0, 1]]), torch.tensor([[0, 3]])
+    links = LinkSplit(Topology(torch.zeros(5, dtype=torch.int64), pos[:0, 0]), pos, neg, neg, pos)
+    name, found = pick_score(row_scores(z), links)
+    assert name != "dot product" and found["auc"] == 100.0
+    assert pick_score({"dot product": dot_score(z)}, links)[1]["auc"] == 0.0

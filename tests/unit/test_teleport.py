@@ -15,11 +15,11 @@ from cimage_dist import checkpoint
 from cimage_dist.comm import Comm
 from cimage_dist.config import ModelConfig
 from cimage_dist.graph.store import Graph
-from cimage_dist.nn import teleport
 from cimage_dist.nn.model import model_from_weights
-from cimage_dist.nn.teleport import FALLBACK, HIGHEST, LOWEST, choose_teleport, explained, peak
+from cimage_dist.train import teleport
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink
+from cimage_dist.train.teleport import FALLBACK, HIGHEST, LOWEST, choose_teleport, explained, peak
 from tests.procs import run_ranks
 from tests.settings import small_sbm_config
 
