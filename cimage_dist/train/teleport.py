@@ -31,12 +31,13 @@ from cimage_dist.nn.pca_start import principal_directions
 from cimage_dist.nn.propagate import propagate
 from cimage_dist.types import EdgeList, FeatureMoments, Topology
 
-FALLBACK = 0.15
-LOWEST, HIGHEST = 0.05, 0.25
+FALLBACK = 0.1
+LOWEST, HIGHEST = 0.01, 0.25
 _GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)  # times the mean variance of a channel
 _LAYERS = 4
 _DIRECTIONS = 128
+_DIRECTION_ROWS = 4096
 _POWER = 2  # rounds of the subspace iteration: rough directions will do
 _SPLITS = 3  # halvings of the columns; each predicts both ways
 _MIN_NODES, _MIN_FEATURES = 200, 8
@@ -95,37 +96,49 @@ def peak(shares: Tensor) -> float:
     return float(torch.sigmoid((x[0] + x[1]) / 2 - left / (2 * curve))) if curve < 0 else _GRID[at]
 
 
-def _halves(moments: FeatureMoments, key: int) -> tuple[Tensor, Tensor]:
-    """(weight [2·D', F], bias [2·D']): leading directions of a keyed half of the columns, then of
-    the other half; zero on the columns of the opposite half. D' ≤ D directions each.
+class _Halves(NamedTuple):
+    """A keyed halving of the columns: `is_first` bool [F]; of each half the mean of its unit rows [F']
+    and their leading directions [D, F'].
     """
-    columns = moments.mean.numel()
-    is_first = torch.arange(columns) % 2 == 0
-    order = keyed.bits(key, torch.arange(columns)).argsort()
-    parts = []
-    for mask in (is_first, ~is_first):
-        chosen = order[mask].sort().values
-        cov = None if moments.cov is None else moments.cov[chosen][:, chosen]
-        factor = None if moments.cov_factor is None else moments.cov_factor[:, chosen]
-        part = FeatureMoments(moments.mean[chosen], moments.sqmean[chosen], cov, factor)
-        directions = principal_directions(part, _DIRECTIONS, key, _POWER)
-        parts.append(directions.new_zeros(directions.shape[0], columns).index_copy(1, chosen, directions))
-    count = min(len(part) for part in parts)
-    weight = torch.cat([part[:count] for part in parts])
-    return weight, -(weight @ moments.mean)
+
+    is_first: Tensor
+    means: tuple[Tensor, Tensor]
+    directions: tuple[Tensor, Tensor]
+
+    def start(self, rows: Tensor) -> Tensor:
+        """h⁰ [n, 2·D] of feature rows [n, F]: unit rows of each half's leading directions."""
+        parts = []
+        for chosen, mean, directions in zip((self.is_first, ~self.is_first), self.means, self.directions, strict=True):
+            # Unit rows of the half alone: in rows scaled as a whole, one half tells the size of the other.
+            half = F.normalize(rows[:, chosen].float(), dim=1) - mean
+            parts.append(F.normalize(half @ directions.t(), dim=1))
+        return torch.cat(parts, dim=1)
 
 
-def _unit(rows: Tensor) -> Tensor:
-    """Both halves of the channels of unit length."""
-    return F.normalize(rows.unflatten(1, (2, -1)), dim=2).flatten(1)
+def _halve(rows: Tensor, key: int) -> _Halves | None:
+    """A halving, its means and directions from sampled feature rows [n, F]; None for constant ones."""
+    columns = rows.shape[1]
+    is_first = torch.zeros(columns, dtype=torch.bool)
+    is_first[keyed.bits(key, torch.arange(columns)).argsort()[::2]] = True
+    means, found = [], []
+    for chosen in (is_first, ~is_first):
+        half = F.normalize(rows[:, chosen].float(), dim=1)
+        mean = half.mean(0)
+        factor = (half - mean).double() / len(half) ** 0.5
+        moments = FeatureMoments(mean.double(), mean.double(), None, factor)
+        means.append(mean)
+        found.append(principal_directions(moments, _DIRECTIONS, key, _POWER).float())
+    count = min(len(part) for part in found)
+    if not count:
+        return None
+    return _Halves(is_first, (means[0], means[1]), (found[0][:count], found[1][:count]))
 
 
-def _powers(graph: Graph, topology: Topology, weight: Tensor, bias: Tensor, nodes: Tensor, key: int) -> Iterator[Tensor]:
+def _powers(graph: Graph, topology: Topology, halves: _Halves, nodes: Tensor, key: int) -> Iterator[Tensor]:
     """Parts [L+1, n, 2·D] of (Â^k h⁰)_k at `nodes`, together all of them."""
-    weight, bias = weight.float(), bias.float()
 
     def start(rows: np.ndarray) -> Tensor:
-        return _unit(torch.from_numpy(np.asarray(rows)).float() @ weight.t() + bias)
+        return halves.start(torch.from_numpy(np.asarray(rows)))
 
     if graph.num_nodes <= _WHOLE_BELOW:
         step = max(1, 2**24 // graph.num_features)
@@ -172,13 +185,16 @@ def choose_teleport(graph: Graph, topology: Topology) -> Teleport:
     if graph.num_nodes < _MIN_NODES or graph.num_features < _MIN_FEATURES:
         return Teleport(FALLBACK, None)
     fits = keyed.uniform(keyed.stream(0, "teleport", 1), nodes) < 0.5
+    drawn = keyed.bits(keyed.stream(0, "teleport", 3), torch.arange(graph.num_nodes))
+    at = drawn.topk(min(_DIRECTION_ROWS, graph.num_nodes)).indices.sort().values
+    sample = torch.from_numpy(np.asarray(graph.x[at.numpy()]))
     shares = torch.zeros(len(_GRID), dtype=torch.float64)
     for split in range(_SPLITS):
         key = keyed.stream(0, "teleport", 2, split)
-        weight, bias = _halves(graph.feature_moments(), key)
-        if not len(weight):
+        halves = _halve(sample, key)
+        if halves is None:
             return Teleport(FALLBACK, None)
-        powers = torch.cat(list(_powers(graph, topology, weight, bias, nodes, key)), dim=1)
+        powers = torch.cat(list(_powers(graph, topology, halves, nodes, key)), dim=1)
         one, other = powers.chunk(2, dim=2)
         for source, target in ((one, other[0]), (other, one[0])):
             shares += explained(source, target, fits) / (2 * _SPLITS)

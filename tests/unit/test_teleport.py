@@ -69,6 +69,18 @@ def test_noisy_features_of_alike_neighbours_ask_for_much_smoothing() -> None:
     assert choose_teleport(graph, graph.topology()).alpha == LOWEST
 
 
+def test_columns_that_share_nothing_but_their_scale_ask_for_much_smoothing() -> None:
+    """Counts of twelve independent words: in unit rows, much of one means little of the others."""
+    draw = np.random.default_rng(0)
+    made = blocks(homophily=0.9, noise=1.0)
+    rates = 1 + draw.random((3, 12))
+    x = torch.from_numpy(draw.poisson(rates[np.arange(made.num_nodes) % 3])).float()
+    edges = made.topology().edge_list()
+    data = Data(x=x, edge_index=torch.stack([edges.src, edges.dst]), num_nodes=made.num_nodes)
+    graph = Graph.from_data(data, normalize="unit")
+    assert choose_teleport(graph, graph.topology()).alpha == LOWEST
+
+
 def test_neighbours_that_tell_nothing_ask_for_little() -> None:
     graph = blocks(homophily=0.0, noise=0.5)
     found = choose_teleport(graph, graph.topology())
