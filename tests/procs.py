@@ -57,4 +57,5 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
             child.join(timeout=10)
             if child.is_alive():
                 child.kill()
+                child.join()
     return [results[rank] for rank in range(world)]

@@ -82,11 +82,12 @@ def test_starting_in_the_middle_gives_the_same_batches() -> None:
 
 
 def test_leaving_early_ends_the_processes() -> None:
+    before = multiprocessing.active_children()  # of other tests of this process
     source = make_source()
     for batch in BatchLoader(source, 0, 1000, workers=2):
         if batch.step == 2:
             break
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_empty_range_of_steps() -> None:
@@ -139,6 +140,8 @@ def test_weights_only_where_a_fanout_is_capped() -> None:
     assert make_source(rescale=False)[0].edges.weight is None
     batch = make_source()[0]
     assert batch.edges.weight is not None and float(batch.edges.weight.max()) > 1
+    batch = make_source(hide_rate=0.0)[0]
+    assert batch.edges.weight is not None
     expanded = sum(batch.nodes_per_hop[:-1])
     total = torch.zeros(batch.edges.num_nodes).index_add_(0, batch.edges.dst, batch.edges.weight)
     torch.testing.assert_close(total[:expanded], batch.degree[:expanded])  # float32 sums

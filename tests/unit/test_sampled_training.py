@@ -210,6 +210,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_objective_resumes_to_the_last_bit(kind, store_dir, small_sbm, tmp_path, monkeypatch):
     """Stopped at step 6, two steps into a refresh period of four: the partition must come from the checkpoint."""
+    before = multiprocessing.active_children()  # of other tests of this process
     cfg = small_sbm_config(store_dir, *KINDS[kind])
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         whole = worker(cfg, Comm(), sink, small_sbm)
@@ -228,7 +229,7 @@ def test_the_whole_objective_resumes_to_the_last_bit(kind, store_dir, small_sbm,
     torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     assert [r["step"] for r in read_metrics(RunDir(tmp_path / "parts").metrics) if r["kind"] == "ci"] == list(range(0, whole.total_steps, 4))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_loader_processes_do_not_change_the_run(store_dir, small_sbm):
