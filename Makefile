@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 .PHONY: help demo test test-slow test-gpu style check k8s clean
 
 help:
-	@echo "make demo       install and pre-train, embed, evaluate the digits graph"
+	@echo "make demo       install and pre-train, embed, evaluate a small generated graph"
 	@echo "make test       install and run the default tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need CUDA"

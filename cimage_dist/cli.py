@@ -22,7 +22,7 @@ from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 
 EPILOG = """\
 examples:
-  cimage pretrain configs/demo.yaml                          train on the embedded digits graph
+  cimage pretrain configs/demo.yaml                          train on a small generated graph
   cimage embed configs/demo.yaml                             write its embeddings
   cimage evaluate configs/demo.yaml --json                   score them, beside controls
   cimage pretrain configs/node/cora.yaml train.epochs=50 run.seed=1

@@ -46,7 +46,7 @@ class SbmConfig:
 class DataConfig:
     name: str = opt(
         "digits",
-        "digits, sbm, cora, citeseer, pubmed, photo, computers, wikics, ogbn-arxiv, ogbn-products, ogbn-papers100m, or any name you give your own graph (with data.path)",
+        "digits, forum, sbm, cora, citeseer, pubmed, photo, computers, wikics, ogbn-arxiv, ogbn-products, ogbn-papers100m, or any name you give your own graph (with data.path)",
     )
     path: Optional[str] = opt(None, "your own graph: a folder holding edges.* and optionally features.*, labels.*, splits.*; or a graph store")
     root: Optional[str] = opt(None, "where raw files are looked for; unset: the environment variable CIMAGE_DATA_ROOT, else <store_dir>/raw")

@@ -90,6 +90,7 @@ STREAM = {
             "view-edges",
             "view-columns",
             "teleport",
+            "forum",
         ),
         start=1,
     )

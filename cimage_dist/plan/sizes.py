@@ -18,6 +18,7 @@ from cimage_dist.graph.store import read_manifest
 # doubled: what ingest merges is not known before it has run, so this is an upper bound.
 PUBLISHED = {
     "digits": (1_797, 24_680, 64, 10),
+    "forum": (2_000, 19_884, 2_000, 6),
     "cora": (2_708, 10_556, 1_433, 7),
     "citeseer": (3_327, 9_104, 3_703, 6),
     "pubmed": (19_717, 88_648, 500, 3),

@@ -321,3 +321,16 @@ def test_with_json_standard_output_holds_the_object_alone(monkeypatch, capsys) -
     assert main(["doctor", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out) == {"answer": 1} and "what a library says" in said.err
+
+
+@pytest.mark.slow
+def test_the_demo_pays(cli: Cli, store_dir: Path) -> None:
+    """What `make demo` runs: the trained embedding is ahead of every control where the table compares them."""
+    demo = [str(Path(__file__).parents[2] / "configs/demo.yaml"), f"data.store_dir={store_dir}", "run.dir=demo", "resources.threads=1"]
+    as_json(cli, "pretrain", *demo, "--quiet")
+    scores = as_json(cli, "evaluate", *demo, "eval.few_labels=[18]")
+    best = max(control["node"]["test"] for control in scores["controls"].values())
+    assert scores["node"]["test"] > best + 3
+    best_few = max(control["few_labels"]["18"]["mean"] for control in scores["controls"].values())
+    assert scores["few_labels"]["18"]["mean"] > best_few + 8
+    assert scores["link"]["auc"] > max(control["link"]["auc"] for control in scores["controls"].values()) + 4

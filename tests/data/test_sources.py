@@ -36,8 +36,20 @@ def assert_same_edges(graph: Graph, edge_index: torch.Tensor) -> None:
 
 
 def test_all_promised_names_are_registered() -> None:
-    names = "digits sbm cora citeseer pubmed photo computers wikics ogbn-arxiv ogbn-products ogbn-papers100m"
+    names = "digits forum sbm cora citeseer pubmed photo computers wikics ogbn-arxiv ogbn-products ogbn-papers100m"
     assert set(SOURCES) == set(names.split())
+
+
+def test_forum(tmp_path: Path) -> None:
+    """The demo's graph: 40 words a post, a topic of its own inside few edges, the same at every ingest."""
+    graph = open_graph(DataConfig(name="forum", normalize="none", store_dir=str(tmp_path / "a")))
+    again = open_graph(DataConfig(name="forum", normalize="none", store_dir=str(tmp_path / "b")))
+    assert graph.fingerprint == again.fingerprint and (graph.num_nodes, graph.num_features) == (2000, 2000)
+    x, topic, topology = graph.features(), graph.labels(), graph.topology()
+    assert torch.equal(x.sum(1), torch.full((2000,), 40.0)) and torch.equal(x, x.round())
+    rows = torch.repeat_interleave(torch.arange(2000), topology.indptr.diff())
+    inside = (topic[rows] == topic[topology.indices.long()]).double().mean()
+    assert abs(inside - (0.4 + 0.6 / 6)) < 0.02 and topic.bincount().min() > 250
 
 
 def test_digits(tmp_path: Path) -> None:

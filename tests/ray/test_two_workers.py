@@ -23,10 +23,10 @@ from cimage_dist.train.sink import LocalSink
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")]
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+DIGITS = Path(__file__).parents[1] / "digits.yaml"
 # 10,489 training edges: ten steps of 1,049 in an epoch. All neighbours, no dropout: nothing is left that depends on the world size.
 SETTINGS = [
-    str(DEMO),
+    str(DIGITS),
     "data.store_dir=data",
     "model.num_factors=4",
     "model.factor_dim=8",

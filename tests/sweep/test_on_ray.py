@@ -127,7 +127,7 @@ def start_until(folder: Path, is_reached: Callable[[], bool], *words: str) -> su
     return process
 
 
-def test_asha_on_digits(folder: Path) -> None:
+def test_asha_on_the_demo(folder: Path) -> None:
     """Eight trials, poor ones stopped; its trials are ordinary runs, and best.yaml gives the winner again to the last digit."""
     began = time.monotonic()
     result = cimage(folder, "sweep", str(ROOT / "configs/sweeps/demo.yaml"), str(ROOT / "configs/demo.yaml"), "sweep.dir=s")

@@ -46,8 +46,8 @@ SAMPLED = [
 ]
 
 
-def demo(store_dir: Path, *overrides: str) -> Config:
-    return load_config(ROOT / "configs/demo.yaml", overrides=[f"data.store_dir={store_dir}", *overrides])
+def on_digits(store_dir: Path, *overrides: str) -> Config:
+    return load_config(ROOT / "tests/digits.yaml", overrides=[f"data.store_dir={store_dir}", *overrides])
 
 
 def sampled(store_dir: Path, *overrides: str) -> Config:
@@ -67,8 +67,8 @@ class CuttingSink(MemorySink):
 
 
 def count_real_calls(comm: Comm, store_dir: Path) -> list[Call]:
-    """Collectives of the third step of the demo, seen where they enter torch, and the gradient buckets of another step."""
-    cfg = demo(store_dir, "train.epochs=3", "ci.partition=random")
+    """Collectives of the third step of the digits run, seen where they enter torch, and the gradient buckets of another step."""
+    cfg = on_digits(store_dir, "train.epochs=3", "ci.partition=random")
     graph = open_graph(cfg.data)
     calls: list[Call] = []
     for name, position in (("all_reduce", 0), ("all_gather", 1), ("broadcast", 0)):
@@ -98,27 +98,27 @@ def count_real_calls(comm: Comm, store_dir: Path) -> list[Call]:
 
 
 @pytest.fixture(scope="module")
-def demo_plan(store_dir: Path, digits: Graph) -> dict[str, Any]:
-    return make_plan(demo(store_dir, "resources.num_workers=2"))
+def digits_plan(store_dir: Path, digits: Graph) -> dict[str, Any]:
+    return make_plan(on_digits(store_dir, "resources.num_workers=2"))
 
 
-def test_collectives_of_a_step_are_those_of_two_real_ranks(store_dir, digits, demo_plan):
+def test_collectives_of_a_step_are_those_of_two_real_ranks(store_dir, digits, digits_plan):
     for real in run_ranks(count_real_calls, 2, store_dir):
-        assert demo_plan["step_collectives"] == summarise([Call(*call) for call in real], 2)
-    assert demo_plan["step_collectives"]["bytes_reduced"] > 4 * demo_plan["model"]["parameters"]
+        assert digits_plan["step_collectives"] == summarise([Call(*call) for call in real], 2)
+    assert digits_plan["step_collectives"]["bytes_reduced"] > 4 * digits_plan["model"]["parameters"]
 
 
-def test_the_demo_plan_states_the_demo(store_dir, digits, demo_plan):
-    model = build_model(digits.num_features, demo(store_dir))
+def test_the_plan_states_the_run(store_dir, digits, digits_plan):
+    model = build_model(digits.num_features, on_digits(store_dir))
     parameters = sum(p.numel() for p in model.parameters())
-    assert demo_plan["model"]["parameters"] == parameters
-    sizes = {part["name"]: part["size"] for part in demo_plan["memory"]["parts"]}
+    assert digits_plan["model"]["parameters"] == parameters
+    sizes = {part["name"]: part["size"] for part in digits_plan["memory"]["parts"]}
     assert (sizes["gradients"], sizes["Adam's two moments"]) == (4 * parameters, 8 * parameters)
-    assert demo_plan["graph"]["nodes"] == 1797 and demo_plan["graph"]["training_edges"] < demo_plan["graph"]["undirected_edges"]
-    assert demo_plan["steps"]["total_steps"] == 60 and demo_plan["steps"]["refreshes"] == 6
+    assert digits_plan["graph"]["nodes"] == 1797 and digits_plan["graph"]["training_edges"] < digits_plan["graph"]["undirected_edges"]
+    assert digits_plan["steps"]["total_steps"] == 60 and digits_plan["steps"]["refreshes"] == 6
     # D² + D + 2 doubles of the HSIC statistics are among what a refresh reduces (§6.3)
-    assert demo_plan["refresh"]["bytes_reduced"] > 8 * (256**2 + 256 + 2)
-    json.dumps(demo_plan)
+    assert digits_plan["refresh"]["bytes_reduced"] > 8 * (256**2 + 256 + 2)
+    json.dumps(digits_plan)
 
 
 def test_one_worker_sends_nothing(store_dir, small_sbm):
@@ -147,7 +147,7 @@ def test_a_second_view_is_planned(store_dir, small_sbm, digits, capsys):
     print_plan(two)
     assert "two views encoded" in capsys.readouterr().out
     whole = make_plan(
-        demo(
+        on_digits(
             store_dir,
             "loss.redundancy_weight=1",
             "loss.redundancy=conditional",
@@ -256,10 +256,10 @@ def test_a_worker_that_does_not_fit_is_refused(store_dir, small_sbm, capsys):
     assert "--memory 0.1" in capsys.readouterr().err
 
 
-def test_a_plan_can_be_read(demo_plan, capsys):
-    print_plan(demo_plan)
+def test_a_plan_can_be_read(digits_plan, capsys):
+    print_plan(digits_plan)
     shown = capsys.readouterr().out
-    assert all(text in shown for text in ("1,797 nodes", "activations kept for backward", "all_reduce", demo_plan["verdict"]))
+    assert all(text in shown for text in ("1,797 nodes", "activations kept for backward", "all_reduce", digits_plan["verdict"]))
 
 
 def test_an_own_graph_must_be_ingested_first(tmp_path, capsys):
