@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from hardware import facts, headline
 
-from cimage_dist.stats.diagnostics import describe_partition
-from cimage_dist.stats.hsic import block_statistics
-from cimage_dist.stats.partition import choose_partition
+from cimage_dist.ci.diagnostics import describe_partition
+from cimage_dist.ci.hsic import block_statistics
+from cimage_dist.ci.partition import choose_partition
 
 
 def synthetic(samples: int, width: int, factors: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from hardware import facts
 
-from cimage_dist.bench.cell import code_commit
+from experiments.cell import code_commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "clusters"
@@ -25,7 +25,7 @@ COLUMNS = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "f1": "F1", "modularity": "
 
 
 def run(name: str, arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "cimage_dist.cli", "cluster", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "cimage_dist", "cluster", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True)
     body = {"command": f"cimage cluster {' '.join(arguments)}", "commit": code_commit(), "machine": facts(1)} | json.loads(done.stdout)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=2) + "\n")

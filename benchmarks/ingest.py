@@ -25,8 +25,8 @@ from typing import Any
 def build(nodes: int, avg_degree: float, store_dir: str) -> dict[str, Any]:
     """Ingest once and measure; runs in the child."""
     from cimage_dist.config import DataConfig, SbmConfig
-    from cimage_dist.graph.ingest import ingest
-    from cimage_dist.graph.store import Graph
+    from cimage_dist.data.ingest import ingest
+    from cimage_dist.data.store import Graph
 
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     phases: list[tuple[float, str]] = []

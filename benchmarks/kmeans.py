@@ -18,7 +18,7 @@ from hardware import facts, headline, peak_while
 from sklearn.cluster import KMeans, MiniBatchKMeans
 from threadpoolctl import threadpool_limits
 
-from cimage_dist.stats.kmeans import CHUNK_ROWS, kmeans
+from cimage_dist.pseudo.kmeans import CHUNK_ROWS, kmeans
 
 FEW, MANY = 2, 7
 

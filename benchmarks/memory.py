@@ -83,7 +83,7 @@ def settings(args: argparse.Namespace) -> Any:
 
 
 def train_cora(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from cimage_dist import stages
+    from cimage_dist.pipeline import stages
     from cimage_dist.train.progress import Progress
 
     summary = stages.pretrain(cfg, Progress(quiet=True))
@@ -95,7 +95,7 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from cimage_dist.comm import Comm
-    from cimage_dist.graph.ingest import open_graph
+    from cimage_dist.data.ingest import open_graph
     from cimage_dist.train.initial import labels_by_kmeans
     from cimage_dist.train.loop import Trainer
     from cimage_dist.train.refresh import Refresher
@@ -152,7 +152,7 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
 def run_case(args: argparse.Namespace) -> None:
     """In the child: prepare the store, or train and print one JSON object."""
     from cimage_dist.config import fingerprint
-    from cimage_dist.graph.ingest import open_graph
+    from cimage_dist.data.ingest import open_graph
 
     cfg = settings(args)
     if args.prepare:
@@ -166,7 +166,7 @@ def run_case(args: argparse.Namespace) -> None:
 
 
 def machine() -> dict[str, Any]:
-    from cimage_dist import environment
+    from cimage_dist.io import environment
 
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")

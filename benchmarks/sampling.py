@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from cimage_dist.errors import UserError
-from cimage_dist.graph.csr_sampler import Engine, resolve_engine
-from cimage_dist.graph.loader import BatchSource
-from cimage_dist.graph.sampler import NeighbourSampler
+from cimage_dist.sampling.csr_sampler import Engine, resolve_engine
+from cimage_dist.sampling.loader import BatchSource
+from cimage_dist.sampling.sampler import NeighbourSampler
 
 
 def random_graph(num_nodes: int, degree: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

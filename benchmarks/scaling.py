@@ -48,7 +48,7 @@ class Case:
         self.records: list[dict[str, Any]] = []
         where = ["--on", "ray", f"resources.num_workers={workers}"] if workers else []
         own = [f"data.sbm.num_nodes={nodes}", f"sampler.batch_edges={batch}", f"data.store_dir={folder / 'data'}", f"run.dir={self.root}"]
-        words = [sys.executable, "-m", "cimage_dist.cli", "pretrain", *GRAPH, *MODEL, *TRAINING, *own, *where, "--quiet"]
+        words = [sys.executable, "-m", "cimage_dist", "pretrain", *GRAPH, *MODEL, *TRAINING, *own, *where, "--quiet"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "RAY_TMPDIR": str(folder / "ray")}
         self.process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not any(record["step"] >= WARM_STEPS for record in self.read("train")):

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from cimage_dist.ci.hsic import repeats_for
+from cimage_dist.ci.kernels import packed_size
 from cimage_dist.config_loading import load_config
-from cimage_dist.plan.batch import neighbourhood
-from cimage_dist.plan.checks import num_clusters
-from cimage_dist.plan.memory import refresh_rows, score_width
-from cimage_dist.plan.play import hop_rows, play
-from cimage_dist.plan.sizes import graph_size, training_edges
-from cimage_dist.stats.hsic import repeats_for
-from cimage_dist.stats.kernels import packed_size
+from cimage_dist.planning.batch import neighbourhood
+from cimage_dist.planning.checks import num_clusters
+from cimage_dist.planning.memory import refresh_rows, score_width
+from cimage_dist.planning.play import hop_rows, play
+from cimage_dist.planning.sizes import graph_size, training_edges
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = ROOT / "benchmarks" / "results" / "scaling_constants.json"
@@ -246,7 +246,7 @@ def measure_sampling() -> float:
     """Seconds per message of a batch of seed edges, one process, fan-outs of the config."""
     from sampling import random_graph
 
-    from cimage_dist.graph.loader import BatchSource
+    from cimage_dist.sampling.loader import BatchSource
 
     cfg = load_config(*CONFIGS)
     indptr, indices = random_graph(1_000_000, 28)
@@ -269,8 +269,8 @@ def measure_refresh() -> tuple[float, float]:
     """(flop/s of the HSIC statistics, seconds of one choice of the partition) at the config's width."""
     from ci_refresh import synthetic
 
-    from cimage_dist.stats.hsic import block_statistics
-    from cimage_dist.stats.partition import choose_partition
+    from cimage_dist.ci.hsic import block_statistics
+    from cimage_dist.ci.partition import choose_partition
 
     cfg = load_config(*CONFIGS)
     width = score_width(cfg)

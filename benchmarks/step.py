@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from cimage_dist.comm import Comm
 from cimage_dist.config_loading import load_config
-from cimage_dist.environment import keep_freed_memory
-from cimage_dist.graph.ingest import open_graph
+from cimage_dist.data.ingest import open_graph
+from cimage_dist.io.environment import keep_freed_memory
 from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import random_scores
 

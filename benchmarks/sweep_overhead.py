@@ -20,9 +20,9 @@ from pathlib import Path
 
 from hardware import headline
 
-from cimage_dist.runtime.ray_tune import sweep_on_ray
-from cimage_dist.sweep.ledger import Ledger
-from cimage_dist.sweep.spec import load_sweep
+from cimage_dist.distributed.tune import sweep_on_ray
+from cimage_dist.tune.ledger import Ledger
+from cimage_dist.tune.spec import load_sweep
 
 ROOT = Path(__file__).parents[1]
 SPACE = """

@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Config": "cimage_dist.config",
     "load_config": "cimage_dist.config_loading",
-    "Graph": "cimage_dist.graph.store",
-    "open_graph": "cimage_dist.graph.ingest",
+    "Graph": "cimage_dist.data.store",
+    "open_graph": "cimage_dist.data.ingest",
     "Pretrainer": "cimage_dist.api",
     "evaluate": "cimage_dist.api",
     "compare": "cimage_dist.comparison.run",
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from cimage_dist.comparison.run import compare
     from cimage_dist.config import Config
     from cimage_dist.config_loading import load_config
+    from cimage_dist.data.ingest import open_graph
+    from cimage_dist.data.store import Graph
     from cimage_dist.errors import UserError
-    from cimage_dist.graph.ingest import open_graph
-    from cimage_dist.graph.store import Graph
 
 __all__ = ["Config", "Graph", "Pretrainer", "UserError", "__version__", "compare", "evaluate", "load_config", "open_graph"]
 

@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from cimage_dist import artifacts, checkpoint, stages
-from cimage_dist.artifacts import RunDir
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config, to_yaml
+from cimage_dist.data.holdout import training_graph
 from cimage_dist.errors import UserError
-from cimage_dist.evaluation import as_graph, evaluate
-from cimage_dist.graph.holdout import training_graph
+from cimage_dist.io import artifacts, checkpoint
+from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, model_from_weights
+from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.evaluation import as_graph, evaluate
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.types import CIScores

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cimage_dist.config_loading import load_config
-from cimage_dist.graph.ingest import open_graph
-from cimage_dist.graph.store import Graph
+from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.store import Graph
 
 torch.set_num_threads(1)  # several processes share two cores in some tests; spinning threads would starve each other
 

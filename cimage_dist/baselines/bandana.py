@@ -33,7 +33,7 @@ from cimage_dist.baselines.maskgae import (
     topology_of,
 )
 from cimage_dist.config import MaskConfig
-from cimage_dist.graph.masking import PathMasker
+from cimage_dist.sampling.masking import PathMasker
 
 
 class Model(nn.Module):

@@ -28,7 +28,7 @@ from cimage_dist.baselines.base import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import csr, seeded
 from cimage_dist.baselines.features import prepared
 from cimage_dist.config import MaskConfig
-from cimage_dist.graph.masking import PathMasker
+from cimage_dist.sampling.masking import PathMasker
 from cimage_dist.types import Topology
 
 SCORE_BLOCK = 2**18  # pairs scored at a time

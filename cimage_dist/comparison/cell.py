@@ -21,15 +21,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cimage_dist import artifacts, environment, stages
 from cimage_dist.baselines import base
 from cimage_dist.baselines.registry import OWN
 from cimage_dist.config import Config, fingerprint
+from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import PairScore, row_scores
-from cimage_dist.evaluation import evaluate_run, score_links, score_matrix
-from cimage_dist.graph.holdout import training_graph
-from cimage_dist.graph.store import Graph
+from cimage_dist.io import artifacts, environment
+from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.evaluation import evaluate_run, score_links, score_matrix
 from cimage_dist.train.loop import pick_device
 from cimage_dist.train.progress import Progress
 from cimage_dist.types import Topology

@@ -8,8 +8,8 @@ from typing import Any
 
 from cimage_dist.comparison.summary import SCORES
 from cimage_dist.comparison.table import cells, sentences
-from cimage_dist.report.charts import Chart, dots, table
-from cimage_dist.report.page import section, write_page
+from cimage_dist.reporting.charts import Chart, dots, table
+from cimage_dist.reporting.page import section, write_page
 
 Row = tuple[str, list[float], float | None]
 _UNITS = {"cluster.modularity": "modularity"}

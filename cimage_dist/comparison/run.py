@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cimage_dist import artifacts, environment, stages
 from cimage_dist.baselines import registry
 from cimage_dist.baselines.registry import OWN
 from cimage_dist.comparison.cell import Cell, Result, finished, in_own_process
@@ -18,11 +17,13 @@ from cimage_dist.comparison.summary import summarise
 from cimage_dist.comparison.table import as_text
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config
+from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.ingest import data_of, open_graph
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.evaluation import as_graph
-from cimage_dist.graph.holdout import training_graph
-from cimage_dist.graph.ingest import data_of, open_graph
-from cimage_dist.graph.store import Graph
+from cimage_dist.io import artifacts, environment
+from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.evaluation import as_graph
 from cimage_dist.train.initial import number_of_clusters
 from cimage_dist.train.progress import Progress
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from cimage_dist.baselines.registry import METHODS, OWN, SUPERVISED
-from cimage_dist.bench.render import CONTROLS, paired, value_at
-from cimage_dist.bench.verdict import Comparison, stands_out
+from cimage_dist.eval.statistics import CONTROLS, Comparison, paired, stands_out, value_at
 
 Result = dict[str, Any]
 # path in a result -> (heading, digits), in the order in which they are shown

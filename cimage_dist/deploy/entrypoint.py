@@ -61,7 +61,7 @@ def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
     """The config a verb starts from; the first file of a sweep is its search space."""
     if verb != "sweep":
         return load_config(*paths, overrides=overrides)
-    from cimage_dist.sweep.spec import load_sweep
+    from cimage_dist.tune.spec import load_sweep
 
     return load_sweep(paths, overrides).base
 

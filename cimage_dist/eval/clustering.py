@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist.stats.kmeans import kmeans
-from cimage_dist.stats.metrics import cluster_scores, contingency, hard_modularity
+from cimage_dist.pseudo.kmeans import kmeans
+from cimage_dist.pseudo.metrics import cluster_scores, contingency, hard_modularity
 from cimage_dist.types import Topology
 
 

@@ -75,7 +75,7 @@ def _node_scores(z: Tensor, y: Tensor | None, split: NodeSplit | None, cfg: Eval
 def _few_label_scores(z: Tensor, y: Tensor, cfg: EvalConfig, seed: int, few_split: FewSplit | None) -> dict[str, Any]:
     """{"2": {"mean", "std", "scores"}, ...}: test accuracies with few labels per class; population std over the split seeds."""
     if few_split is None:
-        from cimage_dist.graph.splits import few_label_split
+        from cimage_dist.data.splits import few_label_split
 
         def few_split(per_class: int, split_seed: int) -> NodeSplit:
             return few_label_split(y, per_class, split_seed)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cimage_dist.config import Config
+from cimage_dist.data.splits import node_split
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import PairScore, pick_score, row_scores
 from cimage_dist.eval.pool import make_pool, pool_score
-from cimage_dist.graph.splits import node_split
-from cimage_dist.graph.store import Graph
 from cimage_dist.nn.features import compact
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel

@@ -48,7 +48,7 @@ class Grouped:
         self._found: dict[tuple[int, int], Any] = {}
 
     def of(self, to: Tensor, num_targets: int) -> Any:
-        from cimage_dist.nn.messages_cpu import group  # loads the compiler
+        from cimage_dist.nn.kernels.cpu.messages import group
 
         key = (to.numel(), num_targets)
         if key not in self._found:
@@ -62,7 +62,7 @@ def add_weighted(out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tenso
     `grouped` is kept by a caller whose `to` are prefixes of one list.
     """
     if can_compile(x, weight_E, out):
-        from cimage_dist.nn.messages_cpu import add_messages  # loads the compiler
+        from cimage_dist.nn.kernels.cpu.messages import add_messages
 
         by_target = (grouped or Grouped()).of(to, out.shape[0])
         return add_messages(out, by_target, x, by, weight_E)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.errors import UserError
-from cimage_dist.nn.routing_op import is_fused, route_op
+from cimage_dist.nn.kernels.routing_op import is_fused, route_op
 from cimage_dist.types import EdgeList
 
 EPS = 1e-12

@@ -14,11 +14,11 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.graph.loader import BatchLoader, BatchSource
-from cimage_dist.graph.masking import MaskedGraph, PathMasker, most_masked
 from cimage_dist.nn.features import Features, drop_columns
 from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.model import View
+from cimage_dist.sampling.loader import BatchLoader, BatchSource
+from cimage_dist.sampling.masking import MaskedGraph, PathMasker, most_masked
 from cimage_dist.types import EdgeList, SampledBatch, SampledView, Topology
 
 

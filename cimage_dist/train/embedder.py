@@ -10,11 +10,11 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.config import Config
-from cimage_dist.graph.sampler import NeighbourSampler
 from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.nn.features import Features
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.nn.messages import Hops
+from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.types import EdgeList, Topology
 
 _CHUNK_NODES = 2048

@@ -13,18 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist import artifacts, keyed
-from cimage_dist.cluster import dinknet, propagated, rdgae
-from cimage_dist.cluster.count import estimate_clusters
+from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.environment import peak_gb
-from cimage_dist.graph.store import Graph
+from cimage_dist.data.store import Graph
+from cimage_dist.io import artifacts
+from cimage_dist.io.environment import peak_gb
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import compact
-from cimage_dist.stats.kmeans import assign, kmeans
+from cimage_dist.pseudo import dinknet, propagated, rdgae
+from cimage_dist.pseudo.count import estimate_clusters
+from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.train.embedder import Embedder
-from cimage_dist.train.labels import LabelSet, cache_folder, find_labels, read_labels, write_labels
+from cimage_dist.train.initial_labels import LabelSet, cache_folder, find_labels, read_labels, write_labels
 from cimage_dist.types import Topology
 
 # step, total, values, stage: what a progress bar shows

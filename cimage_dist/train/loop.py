@@ -16,22 +16,23 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler
 from torch.torch_version import TorchVersion
 
-from cimage_dist import checkpoint, keyed
+from cimage_dist import keyed
+from cimage_dist.ci.hsic import HsicStats
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, OptimConfig, describe_encoder
-from cimage_dist.environment import keep_freed_memory
+from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted, UserError
-from cimage_dist.graph.holdout import training_graph
-from cimage_dist.graph.store import Graph
+from cimage_dist.io import checkpoint
+from cimage_dist.io.environment import keep_freed_memory
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import Features, compact
 from cimage_dist.nn.model import CimageModel, build_model, needs_moments, norm_kind
 from cimage_dist.nn.norm import BatchNorm, settle
-from cimage_dist.stats.hsic import HsicStats
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
 from cimage_dist.train.initial import initial_labels
-from cimage_dist.train.labels import LabelSet
+from cimage_dist.train.initial_labels import LabelSet
 from cimage_dist.train.meter import Meter
 from cimage_dist.train.refresh import Refresher, random_scores, redrawn_scores
 from cimage_dist.train.sink import Sink

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.ci.diagnostics import describe_partition, overlap
+from cimage_dist.ci.grouped import class_quota, smallest_per_group
+from cimage_dist.ci.hsic import HsicStats, averaged, block_statistics, conditional_statistics
+from cimage_dist.ci.partition import choose_partition, random_half, refusal, score_features
+from cimage_dist.ci.pseudolabels import grow_confident, select_confident
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.routing import normalize_factors
-from cimage_dist.stats.diagnostics import describe_partition, overlap
-from cimage_dist.stats.grouped import class_quota, smallest_per_group
-from cimage_dist.stats.hsic import HsicStats, averaged, block_statistics, conditional_statistics
-from cimage_dist.stats.partition import choose_partition, random_half, refusal, score_features
-from cimage_dist.stats.pseudolabels import grow_confident, select_confident
 from cimage_dist.train.embedder import Embedder
 from cimage_dist.types import CIScores
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from cimage_dist import artifacts, checkpoint
-from cimage_dist.artifacts import RunDir
 from cimage_dist.config import RunConfig
 from cimage_dist.errors import UserError
+from cimage_dist.io import artifacts, checkpoint
+from cimage_dist.io.artifacts import RunDir
 from cimage_dist.train.mlflow_run import MlflowRun, import_mlflow
 from cimage_dist.train.progress import Progress
 

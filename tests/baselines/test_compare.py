@@ -15,7 +15,7 @@ import torch
 import cimage_dist
 from cimage_dist.baselines import gae, mvgrl, registry
 from cimage_dist.baselines.base import Fitted
-from cimage_dist.cli import main
+from cimage_dist.cli.main import main
 from cimage_dist.comparison import run as comparing
 from cimage_dist.comparison.cell import Cell, in_this_process, method_graph
 from cimage_dist.comparison.run import compare
@@ -23,10 +23,10 @@ from cimage_dist.comparison.summary import summarise
 from cimage_dist.comparison.table import as_text
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
+from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.ingest import open_graph
 from cimage_dist.errors import UserError
-from cimage_dist.graph.holdout import training_graph
-from cimage_dist.graph.ingest import open_graph
-from cimage_dist.stages import node_split_or_reason
+from cimage_dist.pipeline.stages import node_split_or_reason
 from cimage_dist.train.progress import Progress
 from tests.cli.conftest import TRAINING
 from tests.conftest import small_sbm_settings

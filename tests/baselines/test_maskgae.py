@@ -7,7 +7,7 @@ import torch
 from cimage_dist.baselines import maskgae
 from cimage_dist.baselines.base import Graph
 from cimage_dist.config import MaskConfig
-from cimage_dist.graph.masking import PathMasker
+from cimage_dist.sampling.masking import PathMasker
 from tests.baselines import dense
 
 SETTINGS = {

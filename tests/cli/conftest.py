@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cimage_dist.cli import main
+from cimage_dist.cli.main import main
 from tests.conftest import small_sbm_settings
 
 TRAINING = [
@@ -92,7 +92,7 @@ def environment() -> dict[str, str]:
 
 
 def command(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "cimage_dist.cli", *argv]
+    return [sys.executable, "-m", "cimage_dist", *argv]
 
 
 def process(*argv: str) -> Outcome:

@@ -304,12 +304,12 @@ def test_full_disk(cli: Cli, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -
     def no_room(*args: Any) -> None:
         raise OSError(28, "No space left on device", "run/ckpt")
 
-    monkeypatch.setattr("cimage_dist.stages.pretrain", no_room)
+    monkeypatch.setattr("cimage_dist.pipeline.stages.pretrain", no_room)
     assert_complaint(cli("pretrain", *tiny), ["No space left on device", "run/ckpt", "run.dir"])
 
 
 def test_our_own_faults_are_told_apart(cli: Cli, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cimage_dist.stages.pretrain", lambda *args: 1 / 0)
+    monkeypatch.setattr("cimage_dist.pipeline.stages.pretrain", lambda *args: 1 / 0)
     got = cli("pretrain", *tiny, "--json")
     assert got.code == 1 and got.out == ""
     assert "ZeroDivisionError" in got.err and "internal error" in got.err and "cimage doctor --json" in got.err

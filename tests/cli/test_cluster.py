@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cimage_dist import clustering
-from cimage_dist.clustering import METHODS, methods_for, summarise
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
+from cimage_dist.pipeline import clusterings as clustering
+from cimage_dist.pipeline.clusterings import METHODS, methods_for, summarise
 
 GRAPH = ["data.name=sbm", "data.sbm.num_nodes=400", "data.sbm.num_blocks=4", "data.sbm.avg_degree=10", "data.sbm.label_features=8", "cluster.init_epochs=2"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cimage_dist import checkpoint
-from cimage_dist.cli import main
+from cimage_dist.cli.main import main
+from cimage_dist.io import checkpoint
 from tests.cli.conftest import command, environment
 
 STEPS = 120

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from cimage_dist import __version__
-from cimage_dist.cli import main, parse
-from cimage_dist.commands import runs
-from cimage_dist.commands.common import command_of, split_settings
+from cimage_dist.cli import runs
+from cimage_dist.cli.common import command_of, split_settings
+from cimage_dist.cli.main import main, parse
 from cimage_dist.config import Config
 from cimage_dist.config_loading import known_keys, load_config
 from cimage_dist.eval.controls import ALPHAS, HOPS
@@ -238,7 +238,7 @@ def test_doctor(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {item["name"] for item in facts["optional"]} >= {"pyg-lib", "torch-sparse", "ogb"} and all(item["install"] for item in facts["optional"])
     out = ok(cli, "doctor")
     assert "ready" in out and "no/such/folder (does not exist)" in out and f"torch {torch.__version__}" in out
-    from cimage_dist import environment as module
+    from cimage_dist.io import environment as module
 
     monkeypatch.setattr(module, "PACKAGES", (*module.PACKAGES, "no-such-package"))
     assert as_json(cli, "doctor")["healthy"] is False

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cimage_dist.config import DataConfig
+from cimage_dist.data.ingest import ingest, open_graph
 from cimage_dist.errors import UserError
-from cimage_dist.graph.ingest import ingest, open_graph
 
 NAN = np.arange(15.0).reshape(5, 3)
 NAN[[1, 3], [2, 0]] = [np.nan, np.inf]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import coo_array
 
+from cimage_dist.data.build import CscBuilder, NpyWriter, csc_in_memory
 from cimage_dist.errors import UserError
-from cimage_dist.graph.build import CscBuilder, NpyWriter, csc_in_memory
 
 
 def reference(num_nodes: int, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

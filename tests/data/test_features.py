@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from cimage_dist.config import DataConfig
+from cimage_dist.data import features
+from cimage_dist.data.build import csc_in_memory
+from cimage_dist.data.ingest import open_graph
 from cimage_dist.errors import UserError
-from cimage_dist.graph import features
-from cimage_dist.graph.build import csc_in_memory
-from cimage_dist.graph.ingest import open_graph
 
 
 def ring(n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from cimage_dist import artifacts
 from cimage_dist.config import DataConfig, SbmConfig
-from cimage_dist.graph.ingest import ingest, open_graph, store_path
-from cimage_dist.graph.store import Graph
+from cimage_dist.data.ingest import ingest, open_graph, store_path
+from cimage_dist.data.store import Graph
+from cimage_dist.io import artifacts
 
 REPO = Path(__file__).resolve().parents[2]
 SIZES = {"num_nodes": 120_000, "avg_degree": 20.0}
 SCRIPT = """
 import sys, time
 from cimage_dist.config import DataConfig, SbmConfig
-from cimage_dist.graph.ingest import ingest
+from cimage_dist.data.ingest import ingest
 print("ready", flush=True)
 sys.stdin.readline()
 data = DataConfig(name="sbm", store_dir=sys.argv[1], sbm=SbmConfig(num_nodes=int(sys.argv[2]), avg_degree=float(sys.argv[3])))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cimage_dist.graph import moments
-from cimage_dist.graph.moments import MomentAccumulator, sampled_rows
+from cimage_dist.data import moments
+from cimage_dist.data.moments import MomentAccumulator, sampled_rows
 from cimage_dist.types import FeatureMoments
 
 

@@ -13,8 +13,8 @@ import pytest
 import scipy.sparse as sp
 
 from cimage_dist.config import DataConfig
-from cimage_dist.graph.ingest import open_graph
-from cimage_dist.graph.sources import raw, tables
+from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.sources import raw, tables
 
 EDGES = np.array([[0, 1], [1, 2], [2, 3], [3, 0], [2, 0], [2, 2], [0, 1]])
 X = np.array([[0.5, 0, 1], [0, 2, 0], [1, 1, 1], [0, 0, 0], [3, 0, 0]], dtype=np.float32)

@@ -19,14 +19,14 @@ from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import coalesce, remove_self_loops, to_undirected
 
 from cimage_dist.config import DataConfig, SbmConfig
+from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.sources import raw as raw_module
+from cimage_dist.data.sources import sbm as sbm_module
+from cimage_dist.data.sources.planetoid import read_pickle
+from cimage_dist.data.sources.registry import SOURCES
+from cimage_dist.data.splits import node_split
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.graph.ingest import open_graph
-from cimage_dist.graph.sources import raw as raw_module
-from cimage_dist.graph.sources import sbm as sbm_module
-from cimage_dist.graph.sources.planetoid import read_pickle
-from cimage_dist.graph.sources.registry import SOURCES
-from cimage_dist.graph.splits import node_split
-from cimage_dist.graph.store import Graph
 
 
 def assert_same_edges(graph: Graph, edge_index: torch.Tensor) -> None:
@@ -240,7 +240,7 @@ def test_ogb_csv_layout(tmp_path: Path, name: str, split: str) -> None:
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_papers100m_layout_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool, order: str) -> None:
-    from cimage_dist.graph.sources import npz
+    from cimage_dist.data.sources import npz
 
     monkeypatch.setattr(npz, "CHUNK_EDGES", 11)
     monkeypatch.setattr(npz, "CHUNK_VALUES", 13)
@@ -350,7 +350,7 @@ def test_ogb_archive_is_unpacked_without_a_question(tmp_path: Path, monkeypatch:
     pytest.importorskip("ogb", reason="the extra `ogb` is not installed")
     import zipfile
 
-    from cimage_dist.graph.sources.ogb import DATASETS, _fetch
+    from cimage_dist.data.sources.ogb import DATASETS, _fetch
 
     def fake(url: str, folder: str, log: bool) -> str:
         assert url.endswith("arxiv.zip")

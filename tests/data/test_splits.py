@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cimage_dist.config import DataConfig
+from cimage_dist.data.build import csc_in_memory
+from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.splits import few_label_split, link_split, node_split
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.graph.build import csc_in_memory
-from cimage_dist.graph.ingest import open_graph
-from cimage_dist.graph.splits import few_label_split, link_split, node_split
-from cimage_dist.graph.store import Graph
 from cimage_dist.types import NodeSplit, Topology
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from cimage_dist.config import Config, DataConfig, fingerprint
+from cimage_dist.data import staging
+from cimage_dist.data.ingest import ingest, open_graph
+from cimage_dist.data.staging import stage
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.graph import staging
-from cimage_dist.graph.ingest import ingest, open_graph
-from cimage_dist.graph.staging import stage
-from cimage_dist.graph.store import Graph
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from torch_geometric.data import Data
 from torch_geometric.utils import coalesce, remove_self_loops, to_undirected
 
 from cimage_dist.config import DataConfig
+from cimage_dist.data.ingest import ingest, open_graph
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.graph.ingest import ingest, open_graph
-from cimage_dist.graph.store import Graph
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_an_epoch_of_products(tmp_path):
         pytest.skip("ogbn-products not found: set CIMAGE_DATA_ROOT to the folder that holds ogbn_products/")
     config = Path(__file__).parents[2] / "configs" / "large" / "products.yaml"
     settings = [f"data.root={root}", f"data.store_dir={tmp_path / 'data'}", f"run.dir={tmp_path / 'run'}", "train.epochs=1", "resources.device=cuda"]
-    subprocess.run([sys.executable, "-m", "cimage_dist.cli", "pretrain", str(config), *settings, "--quiet"], check=True)
+    subprocess.run([sys.executable, "-m", "cimage_dist", "pretrain", str(config), *settings, "--quiet"], check=True)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in records if r["kind"] == "train"]
     assert np.isfinite(losses).all() and np.mean(losses[-5:]) < np.mean(losses[:5])

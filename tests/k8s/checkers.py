@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator
 
-from cimage_dist.cli import parse
-from cimage_dist.commands.common import split_settings
+from cimage_dist.cli.common import split_settings
+from cimage_dist.cli.main import parse
 from cimage_dist.deploy.documents import Document, title
 from cimage_dist.deploy.entrypoint import entrypoint_problems
 from cimage_dist.deploy.rules import problems

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cimage_dist.cli import build_parser, parse
-from cimage_dist.commands.common import split_settings
-from cimage_dist.commands.jobs import job_line
+from cimage_dist.cli.common import split_settings
+from cimage_dist.cli.jobs import job_line
+from cimage_dist.cli.main import build_parser, parse
 from cimage_dist.deploy import entrypoint
 from cimage_dist.deploy.documents import of_kind, read
 from cimage_dist.errors import UserError

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from cimage_dist.cli import build_parser, main
+from cimage_dist.cli.main import build_parser, main
 from cimage_dist.deploy import build, kustomize
 from cimage_dist.deploy.documents import of_kind, read
 from cimage_dist.deploy.pods import pods_of

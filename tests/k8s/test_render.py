@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cimage_dist.cli import main
+from cimage_dist.cli.main import main
 from cimage_dist.deploy import render
 from cimage_dist.deploy.documents import of_kind
 from tests.k8s.checkers import ROOT

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cimage_dist import checkpoint
+from cimage_dist.io import checkpoint
 from tests.launch.conftest import BIN, ROOT, Cluster, clean_environment, run_script
 from tests.procs import _free_port
 
@@ -168,7 +168,7 @@ import sys
 from pathlib import Path
 import ray
 from cimage_dist.errors import UserError
-from cimage_dist.runtime.storage_check import check_storage
+from cimage_dist.distributed.storage_check import check_storage
 ray.init(log_to_driver=False, logging_level="ERROR")
 print("nodes", sum(node["Alive"] for node in ray.nodes()))
 try:

@@ -11,7 +11,7 @@ import pytest
 
 from cimage_dist.errors import UserError
 from tests.launch.conftest import BIN, ROOT
-from tests.unit.test_docs import DOCUMENTS, check, commands
+from tests.test_docs import DOCUMENTS, check, commands
 
 LAUNCH = sorted(path for path in (ROOT / "launch").rglob("*") if path.is_file())
 SCRIPTS = [path for path in LAUNCH if path.read_text().startswith(("#!/usr/bin/env bash", "#!/bin/sh"))]

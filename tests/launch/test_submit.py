@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cimage_dist.cli import FAMILIES, main, parse
-from cimage_dist.commands import jobs as verbs
-from cimage_dist.commands.common import config_of
+from cimage_dist.cli import jobs as verbs
+from cimage_dist.cli.common import config_of
+from cimage_dist.cli.main import FAMILIES, main, parse
 from cimage_dist.config import run_dir
 from cimage_dist.config_loading import load_config
+from cimage_dist.distributed import job_env, job_follow, job_ids, jobs
 from cimage_dist.errors import UserError
-from cimage_dist.runtime import job_env, job_follow, job_ids, jobs
 from tests.launch.conftest import RAY_VARIABLES, ROOT, FakeClient, FakeJob
 
 
@@ -231,7 +231,7 @@ def test_what_is_uploaded(tmp_path):
     """The real packer with the real excludes: code and configs travel, data, runs and secrets stay."""
     from ray._private.runtime_env.packaging import create_package
 
-    kept = ["cimage_dist/cli.py", "configs/demo.yaml", "configs/data/mine.yaml", "launch/bin/cimage", "cimage_dist/runs/x.py"]
+    kept = ["cimage_dist/cli/main.py", "configs/demo.yaml", "configs/data/mine.yaml", "launch/bin/cimage", "cimage_dist/runs/x.py"]
     left = [
         "data/raw/a.csv",
         "runs/digits/config.yaml",
@@ -265,7 +265,7 @@ def test_the_repository_is_a_small_upload(tmp_path):
     with zipfile.ZipFile(tmp_path / "out.zip") as packed:
         names = packed.namelist()
     assert (tmp_path / "out.zip").stat().st_size < 5_000_000
-    assert {"cimage_dist/cli.py", "configs/demo.yaml", "launch/bin/cimage"} <= set(names)
+    assert {"cimage_dist/cli/main.py", "configs/demo.yaml", "launch/bin/cimage"} <= set(names)
     assert not [name for name in names if name.startswith(("data/", "runs/", "tests/", ".git/"))]
 
 
@@ -378,7 +378,7 @@ def test_relative_paths_lie_below_the_storage_folder(monkeypatch, tmp_path):
 
 
 def test_a_run_directory_in_rays_copy_is_refused(tmp_path):
-    from cimage_dist.runtime.storage_check import check_storage
+    from cimage_dist.distributed.storage_check import check_storage
 
     with pytest.raises(UserError, match="CIMAGE_STORAGE"):
         check_storage(tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1" / "runs")

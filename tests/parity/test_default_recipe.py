@@ -11,7 +11,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.config_loading import load_config
-from cimage_dist.graph.ingest import open_graph
+from cimage_dist.data.ingest import open_graph
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import MemorySink

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from cimage_dist.cluster.dinknet import _Run, dinknet_labels
-from cimage_dist.cluster.dinknet_graph import Nodes
-from cimage_dist.cluster.dinknet_model import clustering_loss, discrimination_loss
-from cimage_dist.cluster.propagated import PropagatedSettings, propagated_labels
 from cimage_dist.comm import Comm
+from cimage_dist.pseudo.dinknet import _Run, dinknet_labels
+from cimage_dist.pseudo.dinknet_graph import Nodes
+from cimage_dist.pseudo.dinknet_model import clustering_loss, discrimination_loss
+from cimage_dist.pseudo.propagated import PropagatedSettings, propagated_labels
 from tests.procs import run_ranks
-from tests.unit.test_dinknet import NUM_FEATURES, NUM_NODES, QUICK, WIDTH, toy
-from tests.unit.test_propagated import planted, sparse
+from tests.pseudo.test_dinknet import NUM_FEATURES, NUM_NODES, QUICK, WIDTH, toy
+from tests.pseudo.test_propagated import planted, sparse
 
 BATCHES = {"full": torch.arange(NUM_NODES), "part": torch.tensor([31, 4, 0, 17, 22, 9, 38]), "one": torch.tensor([12])}
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from cimage_dist.ci.diagnostics import describe_partition
+from cimage_dist.ci.hsic import HsicStats, averaged, block_statistics, conditional_statistics
+from cimage_dist.ci.partition import choose_partition
 from cimage_dist.comm import Comm
-from cimage_dist.stats.diagnostics import describe_partition
-from cimage_dist.stats.hsic import HsicStats, averaged, block_statistics, conditional_statistics
-from cimage_dist.stats.partition import choose_partition
 from tests.procs import run_ranks
 
 N, K, C = 500, 8, 3

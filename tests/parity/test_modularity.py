@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.stats.modularity import modularity_edges, modularity_full
+from cimage_dist.losses.modularity import modularity_edges, modularity_full
 from cimage_dist.types import EdgeList
+from tests.losses.test_modularity import symmetric_edges
 from tests.procs import run_ranks
-from tests.unit.test_modularity import symmetric_edges
 
 N, WIDTH = 40, 5
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cimage_dist.ci.pseudolabels import grow_confident, select_confident
 from cimage_dist.comm import Comm
-from cimage_dist.stats.pseudolabels import grow_confident, select_confident
+from tests.ci.test_pseudolabels import clusters
 from tests.procs import run_ranks
-from tests.unit.test_pseudolabels import clusters
 
 GROWTH: tuple[dict[str, Any], ...] = (
     {"threshold": 0.97},

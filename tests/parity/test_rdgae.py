@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from cimage_dist.cluster import rdgae_loss
-from cimage_dist.cluster.rdgae import rdgae_labels
 from cimage_dist.comm import Comm
 from cimage_dist.nn.features import compact
+from cimage_dist.pseudo import rdgae_loss
+from cimage_dist.pseudo.rdgae import rdgae_labels
 from tests.procs import run_ranks
-from tests.unit.test_rdgae import QUICK, embedding, one_way_target, planted
+from tests.pseudo.test_rdgae import QUICK, embedding, one_way_target, planted
 
 
 def shares(comm: Comm) -> dict[str, Any]:

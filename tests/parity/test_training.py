@@ -13,7 +13,7 @@ import torch
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
-from cimage_dist.graph.ingest import open_graph
+from cimage_dist.data.ingest import open_graph
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink
 from tests.conftest import small_sbm_settings

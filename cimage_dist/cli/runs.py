@@ -1,0 +1,173 @@
+"""The verbs of one run: ingest, pretrain, embed, evaluate, report, show, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from cimage_dist.cli.common import command_of, config_of, progress_of
+
+VERBS = {
+    "ingest": "prepare a graph store from raw files (done on first use by the other verbs too)",
+    "pretrain": "train; the same command again resumes, a finished run is left alone",
+    "embed": "write the embeddings of a trained run",
+    "evaluate": "score a run's embeddings (or --embedding FILE) with controls beside them",
+    "report": "write a page with charts, report.html, of a run (config or folder) or a sweep",
+    "show": "print the resolved config, its fingerprint and what exists on disk",
+    "doctor": "tell which devices, backends and versions are present and what is missing",
+}
+WITHOUT_SETTINGS = {"doctor"}
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    if name == "pretrain":
+        parser.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
+    if name == "embed":
+        parser.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
+        parser.add_argument("--nodes", metavar="FILE", type=Path, help="only these nodes (.npy, or one id a line), by sampled neighbourhoods")
+        parser.add_argument("--parquet", action="store_true", help="also write a parquet file for every part")
+    if name == "evaluate":
+        parser.add_argument("--embedding", metavar="FILE", type=Path, help="score this .npy matrix instead of the run's embeddings")
+    if name == "report":
+        parser.add_argument("--points", metavar="N", type=int, default=2_000, help="dots on the map of the embedding (default 2000)")
+        parser.add_argument("--figures", metavar="FOLDER", type=Path, help="also write every chart there as SVG and PNG")
+    if name == "show":
+        parser.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
+        parser.add_argument("--plan", action="store_true", help="check the run and tell its steps, memory and communication per worker; starts nothing")
+        parser.add_argument(
+            "--memory", metavar="GB", type=float, help="with --plan: memory of a worker (of its GPU, with resources.device=cuda); exceeding it fails"
+        )
+
+
+def do_ingest(args: argparse.Namespace) -> Any:
+    from cimage_dist.data.ingest import ingest
+    from cimage_dist.data.store import Graph
+
+    cfg = config_of(args)
+    path, is_new = ingest(cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr))
+    graph = Graph.open(path, cfg.data.verify)
+    facts = {
+        "store": str(path),
+        "built_now": is_new,
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges // 2,
+        "features": graph.num_features,
+        "classes": graph.num_classes,
+    }
+    if not args.json:
+        print(
+            f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, {graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, {graph.num_classes} classes"
+        )
+    return facts
+
+
+def do_pretrain(args: argparse.Namespace) -> Any:
+    from cimage_dist.pipeline import stages
+
+    cfg = config_of(args)
+    if args.on == "ray":
+        from cimage_dist.distributed.train import launch
+
+        summary = launch(cfg, progress_of(args))
+    else:
+        summary = stages.pretrain(cfg, progress_of(args))
+    if not args.json and not args.quiet:
+        what = f"trained {summary['steps_now']} steps in {summary['seconds']:.0f} s" if summary["steps_now"] else "already finished, nothing to do"
+        held = f" ({summary['edges_held_out']:,} edges held out for link prediction)" if summary["edges_held_out"] else ""
+        print(f"{what}: {summary['steps']} steps on {summary['edges_trained_on']:,} edges{held}")
+        if summary["best"]:
+            print(f"best validation score {summary['best']['score']:.2f} at step {summary['best']['step']}")
+        print(f"run directory: {summary['run_dir']}\nnext: {command_of(args, 'embed')}")
+    return summary
+
+
+def do_embed(args: argparse.Namespace) -> Any:
+    from cimage_dist.io import artifacts
+    from cimage_dist.pipeline import stages
+
+    cfg, progress = config_of(args), progress_of(args)
+    if args.on == "ray":
+        from cimage_dist.distributed.embed import embed
+
+        folder = embed(cfg, progress, args.parquet, args.nodes)
+    else:
+        folder = stages.embed(cfg, parquet=args.parquet, note=progress.note, nodes=args.nodes, tick=lambda n, of: progress.update(n, of, {}, "embed"))
+        progress.close()
+    manifest = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
+    if not args.json and not args.quiet:
+        print(f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})")
+        print(f"rows are in the order of {args.nodes}" if args.nodes else f"next: {command_of(args, 'evaluate')}")
+    return {"embeddings": str(folder), "rows": manifest["rows"], "columns": manifest["columns"], "step": manifest["step"]}
+
+
+def do_evaluate(args: argparse.Namespace) -> Any:
+    from cimage_dist.pipeline.evaluation import evaluate_run
+    from cimage_dist.reporting.terminal import print_scores
+
+    result = evaluate_run(config_of(args), args.embedding, note=progress_of(args).note)
+    if not args.json:
+        print_scores(result)
+        if args.embedding is None:
+            print(f"next: {command_of(args, 'report')}")
+    return result
+
+
+def do_report(args: argparse.Namespace) -> Any:
+    from cimage_dist.config import run_dir
+    from cimage_dist.errors import UserError
+    from cimage_dist.io.artifacts import RunDir
+    from cimage_dist.reporting.figures import write_figures
+    from cimage_dist.reporting.run import write_run_page
+    from cimage_dist.reporting.terminal import write_report
+
+    if args.points < 3:
+        raise UserError(f"--points is {args.points}; a map needs at least 3.")
+    is_folder = len(args.settings) == 1 and Path(args.settings[0]).is_dir()
+    folder = Path(args.settings[0]) if is_folder else Path(run_dir(config_of(args)))
+    if (folder / "trials").is_dir():
+        return _sweep_report(folder, args)
+    text = write_report(RunDir(folder))
+    page, charts = write_run_page(folder, args.points, progress_of(args).note)
+    figures = write_figures(charts, args.figures) if args.figures else []
+    if not args.json:
+        print(text.read_text())
+        print(f"written to {text}\npage with charts, for a browser: {page}")
+        if figures:
+            print(f"{len(figures)} figures in {args.figures}")
+    return {"report": str(text), "page": str(page), "figures": [str(path) for path in figures]}
+
+
+def _sweep_report(folder: Path, args: argparse.Namespace) -> Any:
+    """A sweep writes its page itself as trials end."""
+    from cimage_dist.errors import UserError
+
+    page = folder / "index.html"
+    if not page.is_file():
+        raise UserError(f"The sweep in {folder} has no page yet: no trial has ended. Run `cimage sweep` with the same files.")
+    if not args.json:
+        print(f"the sweep's page, for a browser: {page}")
+    return {"page": str(page)}
+
+
+def do_show(args: argparse.Namespace) -> Any:
+    from cimage_dist.reporting.overview import show_config, show_keys
+
+    if args.keys:
+        return {"keys": show_keys(not args.json)}
+    if args.plan:
+        from cimage_dist.planning.make import make_plan
+        from cimage_dist.planning.report import print_plan
+
+        plan = make_plan(config_of(args), args.memory)
+        if not args.json:
+            print_plan(plan)
+        return plan
+    return show_config(config_of(args), not args.json)
+
+
+def do_doctor(args: argparse.Namespace) -> Any:
+    from cimage_dist.reporting.overview import doctor
+
+    return doctor(not args.json)

@@ -1,0 +1,81 @@
+"""Mean, second moment and covariance of the node features in one pass over row chunks (§2).
+
+    x̄ = 1/N Σ x,   E[x²] = 1/N Σ x∘x,   Σ_x = 1/N Σ (x − x̄)(x − x̄)ᵀ
+
+Up to `FULL_WIDTH` columns the covariance is exact. Wider features keep a factor of r sampled, centred rows divided by √r,
+so that Σ_x ≈ factorᵀ factor without an F×F matrix; with r = N it is exact too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cimage_dist import keyed
+from cimage_dist.data.checks import Array
+from cimage_dist.types import FeatureMoments
+
+FULL_WIDTH = 4096
+SAMPLED_ROWS = 4096
+_SPARSE_BELOW = 0.1  # share of non-zeros under which the Gram matrix is summed sparsely
+
+
+def sampled_rows(num_rows: int, count: int, seed: int = 0) -> Array:
+    """`count` distinct row ids (all of them if there are no more), ascending, a function of the arguments alone."""
+    if count >= num_rows:
+        return np.arange(num_rows)
+    key = keyed.stream(seed, "feature-sample")
+    if num_rows <= 4 * count:
+        return np.sort(torch.argsort(keyed.bits(key, torch.arange(num_rows)), stable=True)[:count].numpy())
+    drawn = keyed.integers(key, torch.arange(2 * count), num_rows).numpy()
+    _, first = np.unique(drawn, return_index=True)
+    return np.sort(drawn[np.sort(first)[:count]])
+
+
+class MomentAccumulator:
+    """Feed all rows in order with `add`, then `finish`. Memory: F² float64, or r·F for wide features."""
+
+    def __init__(self, num_rows: int, num_features: int, seed: int = 0) -> None:
+        self.num_rows, self.num_features = num_rows, num_features
+        self._seen = 0
+        self._shift: Array | None = None
+        self._sum = np.zeros(num_features)
+        self._square = np.zeros(num_features)
+        self._full = num_features <= FULL_WIDTH
+        self._gram = np.zeros((num_features, num_features)) if self._full else None
+        self._ids = np.empty(0, dtype=np.int64) if self._full else sampled_rows(num_rows, SAMPLED_ROWS, seed)
+        self._rows: list[Array] = []
+
+    def add(self, rows: Array) -> None:
+        """rows [n, F]; as they are stored, so that fp16 rounding is part of the moments."""
+        rows = rows.astype(np.float64)
+        density = np.count_nonzero(rows) / max(rows.size, 1)
+        if self._shift is None:
+            # Products are summed about a point near the mean: no cancellation. Sparse rows keep zero, to stay sparse.
+            self._shift = rows.mean(axis=0) if density >= _SPARSE_BELOW and len(rows) else np.zeros(self.num_features)
+        self._sum += rows.sum(axis=0)
+        self._square += np.einsum("nf,nf->f", rows, rows)
+        if self._gram is None:
+            low, high = np.searchsorted(self._ids, [self._seen, self._seen + len(rows)])
+            self._rows.append(rows[self._ids[low:high] - self._seen])
+        elif density < _SPARSE_BELOW and not self._shift.any():
+            from scipy.sparse import csr_array
+
+            sparse = csr_array(rows)
+            self._gram += (sparse.T @ sparse).toarray()
+        else:
+            rows -= self._shift
+            self._gram += rows.T @ rows
+        self._seen += len(rows)
+
+    def finish(self) -> FeatureMoments:
+        assert self._seen == self.num_rows, f"{self._seen} of {self.num_rows} rows were added"
+        mean = self._sum / self.num_rows
+        cov = factor = None
+        if self._gram is not None:
+            assert self._shift is not None
+            offset = mean - self._shift
+            cov = torch.from_numpy(self._gram / self.num_rows - np.outer(offset, offset))
+        else:
+            factor = torch.from_numpy((np.concatenate(self._rows) - mean) / np.sqrt(len(self._ids)))
+        return FeatureMoments(torch.from_numpy(mean), torch.from_numpy(self._square / self.num_rows), cov, factor)

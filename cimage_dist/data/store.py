@@ -1,0 +1,277 @@
+"""The graph store: one folder of .npy files and a manifest, memory-mapped and read-only.
+
+manifest.json  indptr.npy  indices.npy  x.npy  [y.npy]  [mask_train.npy mask_val.npy mask_test.npy]
+feature_mean.npy  feature_sqmean.npy  feature_cov.npy | feature_cov_factor.npy
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cimage_dist.data.build import csc_in_memory
+from cimage_dist.data.checks import Array, check_features, check_rows, clean_labels, clean_masks, normalize_rows
+from cimage_dist.data.moments import MomentAccumulator
+from cimage_dist.errors import UserError
+from cimage_dist.io import artifacts
+from cimage_dist.types import FeatureMoments, Topology
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+FORMAT = "cimage-graph"
+FORMAT_VERSION = 1
+MASKS = ("train", "val", "test")
+MOMENT_FILES = ("feature_mean.npy", "feature_sqmean.npy", "feature_cov.npy", "feature_cov_factor.npy")
+_AUTO_VERIFY_BYTES = 1 << 30
+_ROWS = 1 << 22  # values per chunk when features are read once through
+
+
+def _shared(array: Array) -> Tensor:
+    """A tensor on the same memory. Nobody writes to it, so torch's warning about read-only arrays is beside the point."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(array)
+
+
+class Graph:
+    """A symmetric simple graph with node features and, when known, labels and split masks.
+
+    indptr int64 [N+1], indices int32 (int64 from 2³¹ nodes) [E], x float32 or float16 [N, F], y int64 [N] (-1: unlabelled) or None,
+    masks {"train", "val", "test"} bool [N] or [N, S] for S given splits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        indptr: Array,
+        indices: Array,
+        x: Array,
+        y: Array | None = None,
+        masks: Mapping[str, Array] | None = None,
+        manifest: dict[str, Any] | None = None,
+        path: Path | None = None,
+    ) -> None:
+        self.name, self.path = name, path
+        self.indptr, self.indices, self.x, self.y = indptr, indices, x, y
+        self.masks: dict[str, Array] = dict(masks or {})
+        self.manifest: dict[str, Any] = manifest or {}
+        known = self.manifest.get("counts", {}).get("classes")
+        self.num_classes: int = int(known) if known is not None else count_classes(y)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Both directions counted."""
+        return len(self.indices)
+
+    @property
+    def num_features(self) -> int:
+        return int(self.x.shape[1])
+
+    @property
+    def num_splits(self) -> int:
+        """How many node splits came with the data."""
+        shapes = {mask.shape[1] if mask.ndim == 2 else 1 for mask in self.masks.values()}
+        return max(shapes, default=0)
+
+    def topology(self) -> Topology:
+        """The structure as tensors on the mapped memory."""
+        return Topology(_shared(self.indptr), _shared(self.indices))
+
+    def features(self) -> Tensor:
+        """float32 [N, F]; on the mapped memory when stored so, else a converted copy (use `x` rows for graphs larger than memory)."""
+        return self.stored_features().to(torch.float32)
+
+    def stored_features(self) -> Tensor:
+        """[N, F] in the type they are stored in, on the mapped memory."""
+        return _shared(self.x)
+
+    def labels(self) -> Tensor | None:
+        """int64 [N], -1 where unlabelled; None for a graph without labels."""
+        return None if self.y is None else _shared(self.y)
+
+    def feature_moments(self) -> FeatureMoments:
+        """Mean, second moment and covariance of the features over all nodes (§2), float64."""
+        return self._moments
+
+    @cached_property
+    def _moments(self) -> FeatureMoments:
+        if self.path is None:
+            moments = MomentAccumulator(self.num_nodes, self.num_features)
+            step = max(1, _ROWS // max(1, self.num_features))
+            for start in range(0, self.num_nodes, step):
+                moments.add(self.x[start : start + step])
+            return moments.finish().as_stored()
+        mean, sqmean, cov, factor = (self._moment_file(name) for name in MOMENT_FILES)
+        assert mean is not None and sqmean is not None
+        return FeatureMoments(mean, sqmean, cov, factor)
+
+    def _moment_file(self, name: str) -> Tensor | None:
+        assert self.path is not None
+        if name not in self.manifest["files"]:
+            return None
+        return torch.from_numpy(_load(self.path / name, mapped=False)).to(torch.float64)
+
+    @property
+    def feature_mean(self) -> Array:
+        return self._moments.mean.numpy()
+
+    @property
+    def feature_sqmean(self) -> Array:
+        return self._moments.sqmean.numpy()
+
+    @property
+    def feature_cov(self) -> Array | None:
+        return None if self._moments.cov is None else self._moments.cov.numpy()
+
+    @property
+    def feature_cov_factor(self) -> Array | None:
+        return None if self._moments.cov_factor is None else self._moments.cov_factor.numpy()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the content (structure, features, labels, masks); where the store lies plays no part."""
+        files = self.manifest.get("files")
+        if files is not None:
+            return fingerprint_of(files)
+        arrays = {"indptr": self.indptr, "indices": self.indices, "x": self.x, "y": self.y, **{f"mask_{k}": v for k, v in self.masks.items()}}
+        return _digest({k: hashlib.blake2b(np.ascontiguousarray(v).data, digest_size=16).hexdigest() for k, v in arrays.items() if v is not None})
+
+    @staticmethod
+    def open(path: str | Path, verify: Literal["auto", "always", "never"] = "auto") -> Graph:
+        """Map a store. verify: "always" compares checksums, "never" sizes only, "auto" checksums up to 1 GiB."""
+        path = Path(path)
+        manifest = read_manifest(path)
+        files = manifest["files"]
+        if damage := artifacts.damaged_file(path, files, should_verify(files, verify)):
+            raise UserError(f"Graph store {path} is damaged: {damage}. {_rebuild(path)}")
+        y = _load(path / "y.npy") if "y.npy" in files else None
+        masks = {name: _load(path / f"mask_{name}.npy") for name in MASKS if f"mask_{name}.npy" in files}
+        graph = Graph(manifest["name"], _load(path / "indptr.npy"), _load(path / "indices.npy"), _load(path / "x.npy"), y, masks, manifest, path)
+        counts = manifest["counts"]
+        if (graph.num_nodes, graph.num_edges, graph.x.shape) != (counts["nodes"], counts["edges"], (counts["nodes"], counts["features"])):
+            raise UserError(f"Graph store {path} is damaged: its arrays do not have the sizes its manifest states. {_rebuild(path)}")
+        return graph
+
+    @staticmethod
+    def from_data(data: Data, name: str = "data", normalize: str = "unit") -> Graph:
+        """A graph in memory from a PyG `Data`: symmetrised, coalesced, without self-loops, checked like any source.
+
+        `normalize` is data.normalize of the config; `source` keeps the rows as they are.
+        """
+        where = f"the PyG data {name!r}"
+        if data.edge_index is None:
+            raise UserError(f"{where} has no edge_index; give a [2, E] tensor of node ids.")
+        num_nodes = int(data.num_nodes or 0)
+        if num_nodes == 0 or data.edge_index.shape[1] == 0:
+            raise UserError(f"{where}: the graph is empty ({num_nodes:,} nodes, {data.edge_index.shape[1]:,} edges).")
+        if data.x is None:
+            raise UserError(
+                f"{where} has no features. Set data.x to a [{num_nodes}, F] tensor, "
+                "or ingest the graph from files with data.features=degree, hash or laplacian."
+            )
+        src, dst = data.edge_index.cpu().numpy()
+        indptr, indices, statistics = csc_in_memory(num_nodes, src, dst, f"edge_index of {where}")
+        if indices.size == 0:
+            raise UserError(f"{where}: all {len(src):,} edges are self-loops, so no edge is left.")
+        given = (data.x.to_dense() if data.x.layout != torch.strided else data.x).detach().cpu()
+        if given.ndim != 2:
+            raise UserError(f"{where}: data.x must be [N, F]; got shape {tuple(given.shape)}.")
+        check_rows(len(given), num_nodes, "features", where)
+        x = np.ascontiguousarray(given.to(torch.float32).numpy())
+        check_features(x, x, 0, f"features of {where}")
+        x = normalize_rows(x, normalize)
+        y = None if data.y is None else clean_labels(data.y.detach().cpu().numpy(), num_nodes, where)
+        given_masks = {name: getattr(data, f"{name}_mask", None) for name in MASKS}
+        masks = clean_masks({k: v.cpu().numpy() for k, v in given_masks.items() if v is not None}, num_nodes, where)
+        return Graph(name, indptr, indices, x, y, masks, {"name": name, "statistics": statistics})
+
+    def to_data(self) -> Data:
+        """The same graph as a PyG `Data` (edge_index sorted by target, both directions)."""
+        from torch_geometric.data import Data
+
+        edges = self.topology().edge_list()
+        data = Data(x=self.features(), edge_index=torch.stack([edges.src, edges.dst]), y=self.labels(), num_nodes=self.num_nodes)
+        for name, mask in self.masks.items():
+            data[f"{name}_mask"] = _shared(mask)
+        return data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process maps the files itself instead of receiving a copy of them.
+        if self.path is not None:
+            return Graph.open, (self.path.resolve(), "never")
+        return Graph, (self.name, self.indptr, self.indices, self.x, self.y, self.masks, self.manifest)
+
+    def __repr__(self) -> str:
+        labels = f"{self.num_classes} classes" if self.y is not None else "no labels"
+        splits = f", {self.num_splits} given split{'s' * (self.num_splits > 1)}" if self.masks else ""
+        where = f" at {self.path}" if self.path else " in memory"
+        return (
+            f"Graph({self.name!r}: {self.num_nodes:,} nodes, {self.num_edges // 2:,} undirected edges, "
+            f"{self.num_features:,} features {self.x.dtype}, {labels}{splits}{where})"
+        )
+
+
+def count_classes(y: Array | None) -> int:
+    return int(y.max()) + 1 if y is not None and y.size else 0
+
+
+def should_verify(files: Mapping[str, Mapping[str, Any]], verify: str) -> bool:
+    """Whether checksums are compared, beside sizes."""
+    return verify == "always" or (verify == "auto" and sum(facts["bytes"] for facts in files.values()) <= _AUTO_VERIFY_BYTES)
+
+
+def fingerprint_of(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """The fingerprint of a store by the `files` of its manifest."""
+    # Moments follow from the features, up to rounding that may differ between machines.
+    return _digest({name: facts["blake2b"] for name, facts in files.items() if name not in MOMENT_FILES})
+
+
+def _digest(content: dict[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a store, or a readable error when there is none or it is of another format."""
+    if not (path / artifacts.MANIFEST).is_file():
+        raise UserError(
+            f"{path} is not a graph store: it has no {artifacts.MANIFEST}. "
+            "Give a registered name, a store made by `cimage ingest`, or a folder with edges.* files."
+        )
+    manifest = artifacts.read_json(path / artifacts.MANIFEST, "Manifest of the graph store")
+    return check_manifest(manifest, str(path), _rebuild(path))
+
+
+def check_manifest(manifest: Any, store: str, advice: str) -> dict[str, Any]:
+    """The manifest itself where it is that of a graph store this program can read."""
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError(f"{store}/{artifacts.MANIFEST} is not the manifest of a graph store. {advice}")
+    if manifest.get("version") != FORMAT_VERSION:
+        raise UserError(f"Graph store {store} has format version {manifest.get('version')}, this program reads version {FORMAT_VERSION}. {advice}")
+    if missing := [key for key in ("name", "counts", "files") if key not in manifest]:
+        raise UserError(f"{store}/{artifacts.MANIFEST} is damaged: it lacks {', '.join(missing)}. {advice}")
+    return manifest
+
+
+def _rebuild(path: Path) -> str:
+    return f"Run `cimage ingest` with the same data settings to make it again, or delete the folder {path}: it is rebuilt on next use."
+
+
+def _load(path: Path, mapped: bool = True) -> Array:
+    try:
+        return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"Graph store file {path} cannot be read ({error}). {_rebuild(path.parent)}") from None

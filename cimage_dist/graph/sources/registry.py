@@ -1,8 +1,0 @@
-"""All registered datasets by name."""
-
-from __future__ import annotations
-
-from cimage_dist.graph.sources import amazon, digits, forum, ogb, planetoid, sbm, wikics
-from cimage_dist.graph.sources.raw import Source
-
-SOURCES: dict[str, Source] = {**digits.SOURCES, **forum.SOURCES, **sbm.SOURCES, **planetoid.SOURCES, **amazon.SOURCES, **wikics.SOURCES, **ogb.SOURCES}

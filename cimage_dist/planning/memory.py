@@ -1,0 +1,128 @@
+"""Memory of one worker, part by part. Parts of one phase are held together; phases follow one another, so the largest counts.
+
+Sizes of tensors come from the played step (`play.py`), scaled by the rows of the real batch; the formulas here are for what a small run
+cannot show: arrays of N entries, queues, the refresh. The graph store is mapped and shared by all workers of a machine, and not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cimage_dist.ci.kernels import packed_size
+from cimage_dist.config import Config
+from cimage_dist.planning.batch import neighbourhood, slices
+from cimage_dist.planning.checks import WHOLE_FEATURES
+from cimage_dist.planning.play import SECOND, Played, Rows
+from cimage_dist.planning.sizes import GraphSize
+from cimage_dist.train.initial import method_for
+
+Where = Literal["device", "host"]
+Phase = Literal["always", "step", "refresh", "set-up"]
+
+# Assumptions, not counted from tensors.
+PROCESS_BYTES = 600_000_000  # an interpreter with torch, numba and Ray's worker
+LOADER_BYTES = 100_000_000  # what a forked loader process makes its own
+CUDA_BYTES = 1_500_000_000  # context, kernels and NCCL's buffers
+WORKING_COPIES = 6  # of the widest tensor, beside what is kept between the passes; near what single-threaded CPU steps peak at
+_PIECE_NODES = 2048  # nodes embedded at a time in a refresh (train/embedder.py)
+_GROUP_BLOCKS = 16  # HSIC blocks computed at a time (stats/hsic.py)
+_FIT_ROWS, _ASSIGN_ROWS = 100_000, 50_000  # of k-means for the initial labels (train/initial.py)
+
+
+class Part(NamedTuple):
+    name: str
+    where: Where
+    phase: Phase
+    size: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    parts: list[Part]
+
+    def total(self, where: Where | None = None) -> int:
+        """The largest phase on the device, on the host, or on both when they are the same."""
+        mine = [part for part in self.parts if where in (None, part.where)]
+        phase = {name: sum(part.size for part in mine if part.phase == name) for name in ("always", "step", "refresh", "set-up")}
+        return round(phase["always"] + max(phase["step"], phase["refresh"], phase["set-up"]))
+
+
+def estimate(cfg: Config, size: GraphSize, edges: int, rows: Rows, played: Played, use_cuda: bool) -> Memory:
+    parts = [
+        Part("weights and buffers", "device", "always", played.model_bytes),
+        Part("gradients", "device", "always", 4 * played.parameters),
+        Part("Adam's two moments", "device", "always", 8 * played.parameters),
+        Part("gradient buckets", "device", "always", 4 * played.parameters if cfg.resources.num_workers > 1 else 0),
+        Part("CUDA context and NCCL (assumed)", "device", "always", CUDA_BYTES if use_cuda else 0),
+        Part("batch: features, messages, pairs", "device", "step", cfg.train.accumulate * played.batch.at(rows)),
+        Part("activations kept for backward", "device", "step", played.kept.at(rows)),
+        Part("working copies of both passes (assumed)", "device", "step", WORKING_COPIES * played.kept.widest_at(rows)),
+        Part("process (assumed)", "host", "always", PROCESS_BYTES),
+        *(_sampled(cfg, size, edges, rows) if cfg.sampler.fanouts else []),
+        *(_refresh(cfg, size, edges) if cfg.loss.uses_partition and cfg.ci.partition == "ci" else []),
+        Part("pseudo-labels of all nodes", "device", "always", 4 * size.nodes if cfg.loss.is_conditional else 0),
+    ]
+    if cfg.data.holdout_edges == "link":
+        parts.append(Part("training edges without the held-out ones", "host", "always", 8 * (size.nodes + 1) + 4 * edges))
+    return Memory([part._replace(size=round(part.size)) for part in parts if part.size])
+
+
+def _sampled(cfg: Config, size: GraphSize, edges: int, rows: Rows) -> list[Part]:
+    sampler, hops = cfg.sampler, len(cfg.sampler.fanouts)
+    views = ("", SECOND) if cfg.loss.redundancy_weight > 0 else ("",)
+    nodes = sum(rows[f"nodes within {hops}{view}"] for view in views)
+    messages = sum(rows[f"messages within {hops - 1}{view}"] for view in views)
+    # node ids and degrees; source, target and weight of messages; pairs with weights
+    batch = 12 * nodes + 20 * messages + 20 * rows["pairs"]
+    wide = np.dtype(cfg.data.feature_dtype).itemsize + 4  # as stored, and in single precision
+    return [
+        Part("edges before each row, int64", "host", "always", 8 * (size.nodes + 1)),
+        Part("sampler's 64-bit copy of the columns", "host", "always", 8 * edges if sampler.backend in ("pyg-lib", "torch-sparse") else 0),
+        Part("loader processes (assumed)", "host", "always", LOADER_BYTES * sampler.loader_processes),
+        Part("prefetched batches", "host", "step", batch * (sampler.loader_processes * sampler.prefetch + 1)),
+        Part("feature rows being read", "host", "step", nodes * size.features * wide),
+    ]
+
+
+def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
+    """What conditional-independence scores need: labels of all nodes at the start, samples and statistics at a refresh (§6.3, §8)."""
+    world, width, ci = cfg.resources.num_workers, cfg.model.num_factors * cfg.model.factor_dim, cfg.ci
+    sample, bank = refresh_rows(cfg, size)
+    own = slices(min(2 * ci.max_samples, size.nodes) if cfg.sampler.fanouts else size.nodes, world)[1]
+    if cfg.sampler.fanouts:
+        nodes, _ = neighbourhood(min(_PIECE_NODES, own), cfg.sampler.fanouts, size.nodes, edges)
+        embedding = 4 * sum(nodes) * (size.features + 3 * width)
+    else:
+        embedding = 4 * size.nodes * 4 * width
+    method = method_for(cfg.cluster.init, size.nodes)
+    is_converted = method in WHOLE_FEATURES and cfg.data.feature_dtype == "float16"
+    averaged = 8 * score_width(cfg) ** 2 if ci.average else 0
+    fitted = min(size.nodes / world, _FIT_ROWS if size.nodes <= _FIT_ROWS else _ASSIGN_ROWS)
+    return [
+        Part("labels and confidence of all nodes", "host", "set-up" if cfg.sampler.fanouts else "always", 24 * size.nodes),
+        Part("edges before each row, for the first encoder", "host", "set-up", 8 * size.nodes if method == "selfkmeans" and cfg.sampler.fanouts else 0),
+        Part("rows clustered at a time", "host", "set-up", 12 * fitted * width),
+        Part("all features in single precision", "host", "set-up", 4 * size.nodes * size.features if is_converted else 0),
+        Part("smoothed columns, and rows made of them", "host", "set-up", 8 * size.nodes * size.features / world if method in WHOLE_FEATURES else 0),
+        Part("embedding the sample", "device", "refresh", embedding),
+        Part("own rows of h and z", "host", "refresh", 8 * own * width),
+        Part("gathered sample, three copies", "host", "refresh", 12 * sample * width),
+        Part("gathered bank, three copies", "host", "refresh", 12 * bank * width),
+        Part("averaged HSIC statistics", "host", "always", averaged),
+        Part(
+            "HSIC statistics and solver", "host", "refresh", 8 * 8 * score_width(cfg) ** 2 + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * score_width(cfg)
+        ),
+    ]
+
+
+def refresh_rows(cfg: Config, size: GraphSize) -> tuple[int, int]:
+    """Rows of all ranks together that a refresh gathers: the sample of the scores, and the bank of the growth."""
+    return min(cfg.ci.max_samples, size.nodes), min(cfg.cluster.bank_size, size.nodes) if cfg.cluster.growth == "any" else 0
+
+
+def score_width(cfg: Config) -> int:
+    """D: columns that the scores look at."""
+    return cfg.model.num_factors * (cfg.model.factor_dim if cfg.ci.features == "channel" else 1)

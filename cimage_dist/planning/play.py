@@ -1,0 +1,230 @@
+"""A few real training steps of one rank on a small made-up graph: which collectives they need and what they keep in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cimage_dist import keyed
+from cimage_dist.config import Config
+from cimage_dist.data.build import csc_in_memory
+from cimage_dist.data.store import Graph
+from cimage_dist.errors import Interrupted
+from cimage_dist.nn.features import SparseRows
+from cimage_dist.nn.model import View
+from cimage_dist.planning.fake import Call, FakeComm, fake_comm, record_gradients
+from cimage_dist.train.batches import StepBatch
+from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.refresh import random_scores
+from cimage_dist.train.sink import MemorySink
+from cimage_dist.train.step import PseudoLabels
+from cimage_dist.types import EdgeList
+
+Rows = dict[str, float]
+SECOND = ", second view"
+
+_SEED = 0
+_FULL_NODES, _SAMPLED_NODES, _DEGREE = 500, 4000, 16
+_EDGES_PER_RANK = 5  # few enough that the hops of a sampled batch have different sizes on so small a graph
+# A refresh falls before the first and before the fifth step: the third is a plain one, the fifth has the refresh beside it.
+_REFRESH_EVERY, _PLAIN, _REFRESHED, _STEPS = 4, 3, 5, 6
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes per row of tensors by what their rows are (a key of `Rows`): all together, and of the widest. `constant`: of tensors without such rows."""
+
+    per_row: Mapping[str, float]
+    widest: Mapping[str, float]
+    constant: float
+
+    def at(self, rows: Rows) -> float:
+        return self.constant + sum(size * rows[kind] for kind, size in self.per_row.items())
+
+    def widest_at(self, rows: Rows) -> float:
+        return max((size * rows[kind] for kind, size in self.widest.items()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the played rank did. `step` and `refresh`: collectives of a plain step and of a refresh; `kept`: tensors saved between the passes."""
+
+    parameters: int
+    model_bytes: int
+    checkpoint_bytes: int
+    step: list[Call]
+    refresh: list[Call]
+    batch: RowBytes
+    kept: RowBytes
+
+
+def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Played:
+    """Play rank 0, which does all that others do and hands out the labels. `rows`: the real sizes, which decide between kinds of equal size."""
+    world = cfg.resources.num_workers
+    small = _small(cfg, num_clusters)
+    graph = _graph(max(_SAMPLED_NODES if cfg.sampler.fanouts else _FULL_NODES, 2 * world), num_features, num_clusters)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), fake_comm(world) as comm:
+        # Torch's remarks on how it is called belong to a real run, and scores of a made-up graph mean nothing.
+        for kind in (FutureWarning, RuntimeWarning):
+            warnings.simplefilter("ignore", kind)
+        cuts = _collectives(small, graph, num_clusters, comm)
+        trainer = Trainer(small, graph, graph.topology(), comm)
+        gradients, batch, kept = _one_step(trainer, rows, max(num_clusters, 2))
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    saved, _ = trainer.state()
+    refresh = list((Counter(cuts[_REFRESHED - 1]) - Counter(cuts[_PLAIN - 1])).elements())
+    return Played(parameters, _bytes(tensors), _bytes(saved.values()), [*cuts[_PLAIN - 1], *gradients], refresh, batch, kept)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _small(cfg: Config, num_clusters: int) -> Config:
+    """The same model, objective and world on a batch of a few edges per rank, on this processor."""
+    world = cfg.resources.num_workers
+    return replace(
+        cfg,
+        data=replace(cfg.data, holdout_edges="none"),
+        sampler=replace(cfg.sampler, batch_edges=_EDGES_PER_RANK * world, loader_processes=0, backend="csr"),
+        cluster=replace(cfg.cluster, num_clusters=num_clusters),
+        # Which solver and penalty makes no difference to what is sent; this one is quick.
+        ci=replace(cfg.ci, every_steps=_REFRESH_EVERY, diagnose_every=2, solver="nnlasso", lam=1e-3),
+        train=replace(cfg.train, epochs=_STEPS * cfg.train.accumulate, batch_edges=2**31, validate_every=0, select="last"),
+        run=replace(cfg.run, checkpoint_every=2**31, log_every=2**31),
+        resources=replace(cfg.resources, device="cpu", compile=False, threads=0),
+    )
+
+
+def _graph(num_nodes: int, num_features: int, num_classes: int) -> Graph:
+    key = keyed.derive(_SEED, 1)
+    ends = keyed.integers(key, torch.arange(num_nodes * _DEGREE), num_nodes).view(2, -1).numpy()
+    indptr, indices, _ = csc_in_memory(num_nodes, ends[0], ends[1])
+    x = torch.randn(num_nodes, num_features, generator=torch.Generator().manual_seed(_SEED)).numpy()
+    return Graph("plan", indptr, indices, x, np.arange(num_nodes) % max(num_classes, 1))
+
+
+class _PlanSink(MemorySink):
+    """Hands out made-up initial labels, notes which collectives belong to which step, and asks to stop after a few."""
+
+    def __init__(self, comm: FakeComm, num_nodes: int, num_clusters: int) -> None:
+        super().__init__()
+        self.comm = comm
+        self.stored["pseudo-labels"] = {"labels": torch.arange(num_nodes) % max(num_clusters, 2), "confidence": torch.ones(num_nodes, dtype=torch.float64)}
+        self.cuts: list[list[Call]] = []
+
+    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+        self.cuts.append(list(self.comm.calls))
+        self.comm.calls.clear()
+
+    def stop_signal(self) -> int:
+        return signal.SIGINT if len(self.cuts) >= _STEPS else 0
+
+
+def _collectives(cfg: Config, graph: Graph, num_clusters: int, comm: FakeComm) -> list[list[Call]]:
+    """The calls between one step's end and the next's, by the real worker."""
+    sink = _PlanSink(comm, graph.num_nodes, num_clusters)
+    with contextlib.suppress(Interrupted):  # as asked
+        worker(cfg, comm, sink, graph)
+    return sink.cuts
+
+
+def _one_step(trainer: Trainer, rows: Rows, num_clusters: int) -> tuple[list[Call], RowBytes, RowBytes]:
+    """Gradient buckets of a settled step, the tensors of its batch, and what its forward pass keeps for the backward pass."""
+    if trainer.cfg.loss.uses_partition:
+        trainer.scores = random_scores(trainer.cfg.model.num_factors, _SEED)
+    if trainer.cfg.loss.is_conditional:
+        label = torch.arange(trainer.graph.num_nodes, dtype=torch.int32) % num_clusters
+        trainer.labels = PseudoLabels(label, num_clusters)
+    gradients: list[Call] = []
+    if trainer.comm.world > 1:
+        record_gradients(trainer.wrapped, gradients)
+    batches = trainer.remaining()
+    trainer.advance(next(batches))  # after it the buckets are built anew, in the order in which gradients came
+    gradients.clear()
+    batch = next(batches)[0]
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer.advance([batch])
+    own = batch_tensors(batch)
+    elsewhere = {t.untyped_storage().data_ptr() for t in [*trainer.model.parameters(), *trainer.model.buffers(), *own]}
+    played = rows_of(batch)
+    made = [tensor for pointer, tensor in kept.items() if pointer not in elsewhere]
+    return gradients, _by_row(own, played, rows), _by_row(made, played, rows)
+
+
+def _seen(view: StepBatch | View) -> list[Tensor | None]:
+    """The tensors that the encoder sees."""
+    x = [view.x.row, view.x.column, view.x.value] if isinstance(view.x, SparseRows) else [view.x]
+    return [*x, *(getattr(view.edges, f.name) for f in fields(EdgeList) if f.name != "num_nodes")]
+
+
+def batch_tensors(batch: StepBatch) -> list[Tensor]:
+    second = [] if batch.second is None else [*_seen(batch.second), batch.second.nodes]
+    tensors = [
+        *_seen(batch),
+        batch.pairs,
+        batch.weight,
+        batch.nodes,
+        batch.node_weight,
+        batch.gids,
+        *second,
+    ]
+    return list({t.untyped_storage().data_ptr(): t for t in tensors if t is not None}.values())
+
+
+def rows_of(batch: StepBatch) -> Rows:
+    """How many rows tensors of each kind have. With hops the kinds are numbered by the distance from a seed up to which they reach."""
+    rows: Rows = {"pairs": batch.pairs.shape[0], "positives": batch.num_pos, "endpoints": batch.nodes.numel()}
+    second = batch.second
+    if batch.hops is None:
+        own_edges = 0 if batch.modularity is None else batch.modularity.src.numel()
+        rows |= {
+            "nodes": batch.x.shape[0],
+            "messages": batch.edges.src.numel(),
+            "own messages": own_edges,
+        }
+        return rows if second is None else rows | {f"messages{SECOND}": second.edges.src.numel()}
+    rows |= hop_rows(batch.hops.nodes, batch.hops.messages)
+    if second is None or second.hops is None:
+        return rows
+    return rows | hop_rows(second.hops.nodes, second.hops.messages, SECOND)
+
+
+def hop_rows(nodes: Iterable[float], messages: Iterable[float], view: str = "") -> Rows:
+    """Rows up to each distance from a seed; `view`: what is added to the names of the kinds."""
+    near = {f"nodes within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(nodes)))}
+    return near | {f"messages within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(messages)))}
+
+
+def _by_row(tensors: Iterable[Tensor], played: Rows, real: Rows) -> RowBytes:
+    """Sort tensors by the length of their first dimension; of several kinds of the same length the one that is largest in reality counts."""
+    per_row: dict[str, float] = {}
+    widest: dict[str, float] = {}
+    constant = 0.0
+    for tensor in tensors:
+        size = tensor.untyped_storage().nbytes()
+        length = tensor.shape[0] if tensor.dim() else 0
+        # Row pointers have one entry more than rows.
+        kinds = [kind for kind, count in played.items() if count > 1 and length in (count, count + 1)]
+        if kinds:
+            kind = max(kinds, key=lambda name: real[name])
+            per_row[kind] = per_row.get(kind, 0.0) + size / length
+            widest[kind] = max(widest.get(kind, 0.0), size / length)
+        else:
+            constant += size
+    return RowBytes(per_row, widest, constant)

@@ -1,0 +1,196 @@
+"""R-DGAE (§9): a graph auto-encoder whose embedding is clustered while it learns, from trusted nodes and on a corrected graph.
+
+Shapes: N nodes, F features, H hidden, D width of the embedding, C clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from cimage_dist import keyed
+from cimage_dist.comm import Comm
+from cimage_dist.errors import UserError
+from cimage_dist.nn.features import Features
+from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.nn.tail import gcn_smooth
+from cimage_dist.pseudo.consensus import consensus
+from cimage_dist.pseudo.descent import step_on
+from cimage_dist.pseudo.kmeans import kmeans
+from cimage_dist.pseudo.metrics import hard_modularity
+from cimage_dist.pseudo.rdgae_graph import TargetGraph, TrustedNodes
+from cimage_dist.pseudo.rdgae_loss import clustering_loss, log_assignments, reconstruction_loss, sampled_reconstruction_loss, squared_distances
+from cimage_dist.types import EdgeList, Topology
+
+Tick = Callable[[int, int, dict[str, float], str], None]
+
+
+@dataclass(frozen=True)
+class RDGAESettings:
+    """Defaults are those for a graph without published settings, at C = 7 (§9); `settings_for` gives the others."""
+
+    beta1: float = 2 / 7
+    beta2: float = 1 / 7
+    cluster_lr: float = 0.01
+    sample_every: int = 15  # epochs between two Ω
+    correct_every: int = 20  # epochs between two corrections of the target graph ...
+    correct_until: int = 120  # ... and the last epoch that may have one
+    hidden: int = 32
+    width: int = 16
+    pretrain_epochs: int = 200
+    pretrain_lr: float = 0.01
+    pretrain_decay: float = 1e-3
+    cluster_epochs: int = 200
+    cluster_decay: float = 0.01
+    gamma: float = 1e-3
+    relabel_every: int = 15  # epochs between two target distributions p
+    restarts: int = 20
+    members: int = 5  # auto-encoders whose assignments are averaged
+    exact_nodes: int = 10_000  # above, the mean over all pairs is estimated from as many sampled pairs as the target has positives
+
+
+def settings_for(name: str, num_clusters: int) -> RDGAESettings:
+    """The published settings of a dataset, else Cora's with β1 = 2/C and β2 = 1/C (§9)."""
+    published = {
+        "cora": RDGAESettings(0.33, 0.18),
+        "citeseer": RDGAESettings(0.20, 0.10, cluster_lr=0.001, sample_every=1, correct_every=50, correct_until=150),
+        "pubmed": RDGAESettings(0.30, 0.40, cluster_lr=0.001, sample_every=5, correct_every=50, correct_until=100),
+    }
+    return published.get(name) or RDGAESettings(2 / num_clusters, 1 / num_clusters)
+
+
+def rdgae_labels(
+    x: Features,
+    topology: Topology,
+    num_clusters: int,
+    settings: RDGAESettings,
+    seed: int,
+    comm: Comm | None = None,
+    tick: Tick = lambda step, total, values, stage: None,
+) -> tuple[Tensor, Tensor]:
+    """Collective: labels int64 [N] = argmax q and confidence float64 [N] = q⁽¹⁾ - q⁽²⁾; x [N, F] (§9).
+
+    q is the consensus of several auto-encoders after their last epochs: where one ends depends much on its first weights, and nothing
+    without labels tells which of them is right, but what most of them agree on is.
+    """
+    if not 2 <= num_clusters <= topology.num_nodes:
+        raise UserError(f"R-DGAE: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. Choose between 2 and the number of nodes.")
+    if x.shape[0] != topology.num_nodes:
+        raise UserError(f"R-DGAE: features of {x.shape[0]} nodes were given for a graph of {topology.num_nodes} nodes.")
+    counts, comm = restored_counts(x), comm or Comm()
+    members = []
+    for member in range(settings.members):
+        run = _Run(counts, topology, settings, keyed.derive(seed, member) if member else seed, comm, _named(tick, member, settings.members))
+        run.pretrain()
+        members.append(run.cluster(num_clusters))
+    fits = [hard_modularity(q.argmax(1).cpu(), topology, comm) for q in members]
+    q_NC = consensus(members, reference=fits.index(max(fits)))
+    best, second = q_NC.topk(2, dim=1).values.unbind(1)
+    return q_NC.argmax(1).cpu(), (best - second).cpu()
+
+
+def _named(tick: Tick, member: int, members: int) -> Tick:
+    return lambda step, total, values, stage: tick(step, total, values, f"{stage} {member + 1}/{members}" if members > 1 else stage)
+
+
+def restored_counts(x: Features) -> Features:
+    """Row-normalised words (§13) as they were before: where all rows sum to 1, each is divided by its largest entry. Other features stay as given.
+
+    The auto-encoder wants raw bags of words (§9): on normalised rows its embedding stays near zero and the clusters collapse.
+    """
+    if isinstance(x, Tensor):
+        sums, largest = x.sum(1), x.amax(1)
+        is_normalised = bool((x >= 0).all()) and _are_ones(sums)
+        return x / torch.where(sums > 0, largest, 1.0)[:, None] if is_normalised else x
+    sums = x.value.new_zeros(x.shape[0]).index_add_(0, x.row, x.value)
+    largest = torch.zeros_like(sums).scatter_reduce_(0, x.row, x.value, "amax")
+    is_normalised = bool((x.value >= 0).all()) and _are_ones(sums)
+    return replace(x, value=x.value / largest[x.row]) if is_normalised else x
+
+
+def _are_ones(sums: Tensor) -> bool:
+    """Sums of rows, up to the rounding of half-precision features; empty rows do not count."""
+    return bool(((sums == 0) | ((sums - 1).abs() < 1e-2)).all()) and bool((sums > 0).any())
+
+
+class Encoder(nn.Module):
+    """Z = Â ReLU(Â X W₀) W₁ with Â = D̂^-1/2 (A + I) D̂^-1/2, no biases, Glorot-uniform (§9). w0 [F, H], w1 [H, D]."""
+
+    def __init__(self, num_features: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.w0 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(num_features, hidden)))
+        self.w1 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(hidden, width)))
+
+    def forward(self, x: Features, edges: EdgeList) -> Tensor:
+        hidden_NH = gcn_smooth(self._project(x), edges).relu()
+        return gcn_smooth(hidden_NH @ self.w1, edges)
+
+    def _project(self, x: Features) -> Tensor:
+        if isinstance(x, Tensor):
+            return x @ self.w0
+        return weighted_sum(self.w0.new_zeros(x.shape[0], self.w0.shape[1]), self.w0, x.value, x.column, x.row)
+
+
+class _Run:
+    def __init__(self, x: Features, topology: Topology, settings: RDGAESettings, seed: int, comm: Comm, tick: Tick) -> None:
+        self.x, self.settings, self.seed, self.comm, self.tick = x, settings, seed, comm, tick
+        self.edges = topology.edge_list().to(x.device)
+        self.target = TargetGraph.of(topology, x.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(keyed.stream(seed, "rdgae"))
+            encoder = Encoder(x.shape[1], settings.hidden, settings.width)
+        self.encoder = encoder.to(x.device, (x if isinstance(x, Tensor) else x.value).dtype)
+
+    def embed(self) -> Tensor:
+        z_ND: Tensor = self.encoder(self.x, self.edges)
+        return z_ND
+
+    def reconstruction(self, z_ND: Tensor, step: int) -> Tensor:
+        """This rank's share."""
+        if self.target.num_nodes <= self.settings.exact_nodes:
+            return reconstruction_loss(z_ND, self.target, self.comm)
+        return sampled_reconstruction_loss(z_ND, self.target, self.target.num_pairs, keyed.stream(self.seed, "rdgae", step), self.comm)
+
+    def pretrain(self) -> None:
+        """Collective: the auto-encoder alone."""
+        s = self.settings
+        optimiser = torch.optim.Adam(self.encoder.parameters(), lr=s.pretrain_lr, weight_decay=s.pretrain_decay)
+        for epoch in range(s.pretrain_epochs):
+            loss = step_on(self.reconstruction(self.embed(), epoch), optimiser, self.comm, "R-DGAE")
+            self.tick(epoch + 1, s.pretrain_epochs, {"loss": loss}, "R-DGAE pre-training")
+
+    def cluster(self, num_clusters: int) -> Tensor:
+        """Collective: k-means centres, then the joint objective; returns the last assignments q, [N, C]."""
+        s, comm = self.settings, self.comm
+        centres_CD = nn.Parameter(self._first_centres(num_clusters))
+        optimiser = torch.optim.Adam([*self.encoder.parameters(), centres_CD], lr=s.cluster_lr, weight_decay=s.cluster_decay)
+        schedule = torch.optim.lr_scheduler.StepLR(optimiser, step_size=10, gamma=0.9)
+        trusted = TrustedNodes(torch.zeros(self.target.num_nodes, dtype=torch.bool, device=centres_CD.device), s.beta1, s.beta2)
+        for epoch in range(s.cluster_epochs):
+            z_ND = self.embed()
+            with torch.no_grad():
+                squared_NC = squared_distances(z_ND, centres_CD)
+                trusted.after_epoch(log_assignments(squared_NC).exp() if epoch % s.sample_every == 0 else None)
+                if epoch % s.relabel_every == 0:
+                    labels = squared_NC.argmin(1)
+                if epoch % s.correct_every == 0 and epoch <= s.correct_until:
+                    self.target = self.target.corrected(squared_NC, trusted.omega)
+            loss = self.reconstruction(z_ND, s.pretrain_epochs + epoch) + s.gamma * clustering_loss(z_ND, centres_CD, labels, trusted.omega, comm)
+            value = step_on(loss, optimiser, comm, "R-DGAE")
+            schedule.step()
+            self.tick(epoch + 1, s.cluster_epochs, {"loss": value, "trusted": float(trusted.omega.sum())}, "R-DGAE clustering")
+        with torch.no_grad():
+            return log_assignments(squared_distances(self.embed(), centres_CD)).exp()
+
+    @torch.no_grad()
+    def _first_centres(self, num_clusters: int) -> Tensor:
+        """Collective: k-means on the embedding, [C, D]."""
+        z_ND = self.embed()
+        begin, end = self.comm.slice_of(z_ND.shape[0])
+        gids = torch.arange(begin, end, device=z_ND.device)
+        key = keyed.stream(self.seed, "rdgae", -1)
+        found = kmeans(z_ND[begin:end], num_clusters, seed=key, comm=self.comm, gids=gids, restarts=self.settings.restarts)
+        return found.centres.to(z_ND.dtype)

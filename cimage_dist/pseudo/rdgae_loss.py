@@ -1,0 +1,114 @@
+"""The two losses of R-DGAE (§9), each as the share of one rank: the shares of all ranks add up to the loss, and so do their gradients.
+
+Shapes: N nodes, D width of the embedding, C clusters, P listed pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cimage_dist import keyed
+from cimage_dist.comm import Comm
+from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.pseudo.rdgae_graph import TargetGraph
+
+_TILE = 512  # a tile of logits, 1 MB in single precision, stays in a processor's cache
+_PAIRS_PER_CHUNK = 1 << 20
+_LOWEST_LOGIT = -80.0  # σ and its logarithm are normal numbers down to here in single precision; softplus is 0 to rounding
+
+
+def reconstruction_loss(z_ND: Tensor, target: TargetGraph, comm: Comm) -> Tensor:
+    """This rank's share of 1/N² Σ_ij BCE(σ(z_i·z_j), T_ij) over all N² pairs, positives weighted w = (N² - |A|)/|A| (§9).
+
+    With s = z_i·z_j it is 1/N² [Σ_all softplus(s) + Σ_positives (w-1)·softplus(s) - w·s]: the first sum by tiles of the upper triangle,
+    the second along the target's pairs.
+    """
+    num_nodes = z_ND.shape[0]
+    starts = torch.arange(0, num_nodes, _TILE)
+    upper = torch.triu_indices(starts.numel(), starts.numel())
+    begin, end = comm.slice_of(upper.shape[1])
+    everything = _TileSum.apply(z_ND, starts[upper[:, begin:end]].t().tolist())
+    return cast(Tensor, (everything + _positives(z_ND, target, comm)) / num_nodes**2)
+
+
+def sampled_reconstruction_loss(z_ND: Tensor, target: TargetGraph, num_samples: int, key: int, comm: Comm) -> Tensor:
+    """This rank's share of the same loss with the mean over all pairs estimated, without bias, from `num_samples` uniform pairs (§9)."""
+    num_nodes = z_ND.shape[0]
+    ids = torch.arange(*comm.slice_of(num_samples), device=z_ND.device)
+    first, second = (keyed.integers(keyed.derive(key, end), ids, num_nodes) for end in (0, 1))
+    drawn = _PairSum.apply(z_ND, first, second, 1.0, 0.0)
+    return cast(Tensor, drawn / num_samples + _positives(z_ND, target, comm) / num_nodes**2)
+
+
+def clustering_loss(z_ND: Tensor, centres_CD: Tensor, labels: Tensor, omega: Tensor, comm: Comm) -> Tensor:
+    """This rank's share of Σ_{i∈Ω} KL(p_i‖q_i) with p_i the one-hot `labels[i]`, i.e. -Σ_{i∈Ω} log q_i,labels[i] (§9); omega bool [N]."""
+    begin, end = comm.slice_of(z_ND.shape[0])
+    gids = omega[begin:end].nonzero().squeeze(1) + begin
+    log_q = log_assignments(squared_distances(z_ND[gids], centres_CD))
+    return -log_q.gather(1, labels[gids, None]).sum()
+
+
+def squared_distances(z_ND: Tensor, centres_CD: Tensor) -> Tensor:
+    """‖z_i - μ_j‖², [N, C]."""
+    return (z_ND.square().sum(1, keepdim=True) + centres_CD.square().sum(1) - 2 * z_ND @ centres_CD.t()).clamp(min=0)
+
+
+def log_assignments(squared_NC: Tensor) -> Tensor:
+    """log q, [N, C]: Student-t assignments q_ij ∝ (1 + ‖z_i - μ_j‖²)^-1 (§9)."""
+    return F.log_softmax(-squared_NC.log1p(), dim=1)
+
+
+def _positives(z_ND: Tensor, target: TargetGraph, comm: Comm) -> Tensor:
+    first, second = target.pairs(*comm.slice_of(target.num_pairs))
+    weight = target.positive_weight
+    return cast(Tensor, _PairSum.apply(z_ND, first, second, weight - 1.0, weight))
+
+
+class _TileSum(torch.autograd.Function):
+    """Σ softplus(z_i·z_j) over tiles of the symmetric matrix ZZᵀ, a tile off the diagonal standing for its mirror image too.
+
+    The gradient is made along with the value, so no tile is computed twice and only [N, D] is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z_ND: Tensor, tiles: list[tuple[int, int]]) -> Tensor:
+        total, grad_ND = z_ND.new_zeros((), dtype=torch.float64), torch.zeros_like(z_ND)
+        for row, column in tiles:
+            rows, columns = z_ND[row : row + _TILE], z_ND[column : column + _TILE]
+            logits = (rows @ columns.t()).clamp_(min=_LOWEST_LOGIT)
+            copies = 1 if row == column else 2
+            total += copies * logits.sum()
+            slope = logits.sigmoid_()
+            grad_ND[row : row + _TILE].addmm_(slope, columns, alpha=2)
+            if row != column:
+                grad_ND[column : column + _TILE].addmm_(slope.t(), rows, alpha=2)
+            total -= copies * slope.log_().sum()  # softplus(s) = s - log σ(s)
+        ctx.save_for_backward(grad_ND)
+        return total.to(z_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.saved_tensors[0], None
+
+
+class _PairSum(torch.autograd.Function):
+    """Σ_p a·softplus(s_p) - b·s_p with s_p = z[first_p]·z[second_p]; nothing of size P x D is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, z_ND: Tensor, first: Tensor, second: Tensor, a: float, b: float) -> Tensor:
+        logits = z_ND.new_empty(first.numel())
+        for begin in range(0, first.numel(), _PAIRS_PER_CHUNK):
+            part = slice(begin, begin + _PAIRS_PER_CHUNK)
+            logits[part] = (z_ND[first[part]] * z_ND[second[part]]).sum(1)
+        slope = a * logits.sigmoid() - b
+        grad_ND = weighted_sum(torch.zeros_like(z_ND), z_ND, slope, second, first)
+        ctx.save_for_backward(weighted_sum(grad_ND, z_ND, slope, first, second))
+        return (a * torch.logaddexp(logits, logits.new_zeros(())) - b * logits).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.saved_tensors[0], None, None, None, None

@@ -1,0 +1,181 @@
+"""The sweep's record on disk: each trial is a run directory with trial.json (what was asked) and, once over, outcome.json (what came of it).
+
+Both are written whole or not at all, the first before the trial starts and the second when it is over, so that killing everything at any
+moment leaves: finished trials, and trials to go on with. Nothing else holds state: what to try next follows from these files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cimage_dist.errors import UserError
+from cimage_dist.io import artifacts
+from cimage_dist.tune.space import Point
+
+Stage = Literal["search", "fresh"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of one point."""
+
+    id: str
+    point: int
+    values: Point
+    seed: int
+    stage: Stage = "search"
+    generation: int = 0  # of population-based training
+    parent: str | None = None  # whose weights it starts from
+    epochs: int | None = None  # where a trial is a part of a run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended. `score` is the validation score of the checkpoint that would be embedded, in percent."""
+
+    status: Literal["done", "stopped", "failed"]
+    score: float | None = None
+    epochs: float = 0.0
+    steps: int = 0
+    seconds: float = 0.0  # inside the training loop
+    began: float = 0.0  # seconds since 1970
+    ended: float = 0.0
+    process: str = ""
+    is_first: bool = False  # of its process
+    reason: str = ""
+    views: dict[str, float] | None = None
+
+
+class Ledger:
+    """All trials of a sweep directory, read once and kept up to date by its only writer."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.trials: dict[str, Trial] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        for path in sorted((root / "trials").glob("*/trial.json")):
+            trial = Trial(**artifacts.read_json(path, "the trial's record"))
+            self.trials[trial.id] = trial
+            self.reread(trial.id)
+
+    def folder(self, trial: str) -> Path:
+        return self.root / "trials" / trial
+
+    def add(self, trial: Trial) -> None:
+        artifacts.write_json(self.folder(trial.id) / "trial.json", dataclasses.asdict(trial))
+        self.trials[trial.id] = trial
+
+    def reread(self, trial: str) -> Outcome | None:
+        """What the trial's process has written, if it has."""
+        found = read_outcome(self.folder(trial))
+        if found is not None:
+            self.outcomes[trial] = found
+        return found
+
+    def finish(self, trial: str, outcome: Outcome) -> None:
+        """For what the process cannot know: that it is stopped, or that it died. What it has written itself stays."""
+        if self.reread(trial) is None:
+            write_outcome(self.folder(trial), outcome)
+            self.outcomes[trial] = outcome
+
+    def of(self, stage: Stage) -> list[Trial]:
+        return [trial for trial in self.trials.values() if trial.stage == stage]
+
+    def unfinished(self, stage: Stage) -> list[Trial]:
+        return [trial for trial in self.of(stage) if trial.id not in self.outcomes]
+
+    def points(self) -> dict[int, Point]:
+        """The settings of every point; of population-based training the newest."""
+        return {t.point: t.values for t in sorted(self.of("search"), key=lambda t: t.generation)}
+
+    @property
+    def clock(self) -> float:
+        """Seconds the sweep has been at work, over all its commands."""
+        path = self.root / "clock.json"
+        return float(artifacts.read_json(path, "the sweep's clock")["seconds"]) if path.is_file() else 0.0
+
+    def set_clock(self, seconds: float) -> None:
+        artifacts.write_json(self.root / "clock.json", {"seconds": round(seconds, 1)})
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A point with what its trials of one stage say together."""
+
+    point: int
+    values: Point
+    status: Literal["done", "stopped", "failed", "running"]
+    scores: tuple[float, ...]
+    epochs: float
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.scores) if self.scores else None
+
+    @property
+    def std(self) -> float:
+        """Sample standard deviation; 0 for a single seed."""
+        return statistics.stdev(self.scores) if len(self.scores) > 1 else 0.0
+
+
+def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
+    """Every point of a stage, best first: whole ones by mean score, then stopped, failed and running ones."""
+    groups: dict[int, list[Trial]] = {}
+    for trial in ledger.of(stage):
+        groups.setdefault(trial.point, []).append(trial)
+    rows = []
+    for point, trials in groups.items():
+        newest = max(t.generation for t in trials)
+        trials = [t for t in trials if t.generation == newest]
+        found = [ledger.outcomes.get(t.id) for t in trials]
+        states = {o.status if o else "running" for o in found}
+        status: Any = next(name for name in ("running", "failed", "stopped", "done") if name in states)
+        scores = tuple(o.score for o in found if o and o.score is not None)
+        rows.append(Standing(point, trials[0].values, status, scores, min((o.epochs for o in found if o), default=0.0)))
+    order = {"done": 0, "stopped": 1, "failed": 2, "running": 3}
+    return sorted(rows, key=lambda row: (order[row.status], -(row.mean if row.mean is not None else -1e9), row.point))
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    path = folder / "outcome.json"
+    return Outcome(**artifacts.read_json(path, "the trial's outcome")) if path.is_file() else None
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    artifacts.write_json(folder / "outcome.json", dataclasses.asdict(outcome))
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl; a line cut short by a kill is left out."""
+    path = folder / "metrics.jsonl"
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def val_records(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in read_records(folder) if record["kind"] == "val"]
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """One command at a time works on a sweep directory; the system releases the lock when the process dies."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"Another command is running the sweep in {root}. Wait for it, or choose another sweep.dir.") from None
+        yield
