@@ -100,7 +100,7 @@ class LinkSplit:
 
 @dataclass(frozen=True)
 class FeatureMoments:
-    """Moments of the node features over all nodes (§2), float64: `mean` and `sqmean` = E[x²] are [F].
+    """Moments of the node features over all nodes (§2.1), float64: `mean` and `sqmean` = E[x²] are [F].
 
     The (population) covariance is either `cov` [F, F], or, for wide features, `cov_factor` [r, F] with cov ≈ cov_factorᵀ cov_factor.
     """

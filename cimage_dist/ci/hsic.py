@@ -27,7 +27,7 @@ _MIN_REPEATS = 3
 
 @dataclass(frozen=True)
 class HsicStats:
-    """Everything the solvers need (§6.3), identical on every rank; tensors are float64 on the CPU.
+    """Everything the solvers need (§7.4), identical on every rank; tensors are float64 on the CPU.
 
     G [D, D] mean normalised HSIC between features, b [D] with the labels, y2 of the labels with themselves. `coverage` [D] is the
     share of blocks in which the feature varies, i.e. diag(G) of the unconditional form; `repeats` is M after the single-block rule.
@@ -101,9 +101,9 @@ def gather_sample(features: Tensor, labels: Tensor, gids: Tensor, comm: Comm | N
 
 
 def draw_blocks(labels: Tensor, gids: Tensor, *, seed: int, block_size: int, repeats: int, block_classes: int | None = None) -> Tensor:
-    """Row numbers [nb, B] of all blocks of all repeats, a function of (seed, repeat, global id) only (§6.2).
+    """Row numbers [nb, B] of all blocks of all repeats, a function of (seed, repeat, global id) only (§7.3).
 
-    Each repeat orders the sample by a keyed hash of the global id, cuts it and drops the remainder. With `block_classes` (§20, for
+    Each repeat orders the sample by a keyed hash of the global id, cuts it and drops the remainder. With `block_classes` (§7.3, for
     many classes) the pieces that are shuffled are runs of B/block_classes rows of one class, so that a block holds about that many classes.
     """
     _check_blocks(block_size, repeats, block_classes)
@@ -136,7 +136,7 @@ def block_statistics(
 ) -> HsicStats:
     """Collective: the HSIC statistics of the union of all ranks' rows.
 
-    `G = (1/nb) Σ KᵀK`, `b = (1/nb) Σ Kᵀl`, `y2 = (1/nb) Σ lᵀl` over blocks, K and l the centred unit-norm kernels (§6.3), features divided by
+    `G = (1/nb) Σ KᵀK`, `b = (1/nb) Σ Kᵀl`, `y2 = (1/nb) Σ lᵀl` over blocks, K and l the centred unit-norm kernels (§7.4), features divided by
     their standard deviation over the whole sample (ddof 0). One all-reduce of D² + D + 2 doubles.
     Kernels and their products are computed in the features' precision (or `dtype`) for a fixed number of blocks at a time, whose sums are added in
     double: each rank takes every W-th such group, so a group's sum does not depend on W.
@@ -192,7 +192,7 @@ def conditional_statistics(
     repeats: int | None = 3,
     comm: Comm | None = None,
 ) -> HsicStats:
-    """Collective: statistics of the stratified ablation, `G_eff = 2 (G - G_cond)`, for the non-negative lasso only (§6.4).
+    """Collective: statistics of the stratified ablation, `G_eff = 2 (G - G_cond)`, for the non-negative lasso only (§7.5).
 
     `G_cond = Σ_y (n_y/n) G_y` with G_y from blocks inside class y, their kernels divided by the feature's mean norm over unconditional
     blocks: with per-block norms both diagonals would be one and half the spectrum negative. What stays negative is clipped at

@@ -35,7 +35,7 @@ def packed_size(block_size: int) -> int:
 def centred_gaussian(x: Tensor, *, normalise: bool = True) -> tuple[Tensor, Tensor]:
     """Centred Gaussian kernels of unit bandwidth, one per block and feature, divided by norm + 1e-9 unless told not to, and the norms.
 
-    `H K H` with `K_ij = exp(-(x_i - x_j)^2 / 2)` (§6.1, §6.2). Centring removes constants, so K - 1 stands in for K: near-equal rows then keep
+    `H K H` with `K_ij = exp(-(x_i - x_j)^2 / 2)` (§7.2, §7.3). Centring removes constants, so K - 1 stands in for K: near-equal rows then keep
     their digits in single precision too, and a column that is constant inside the block gives exact zeros.
     Shapes: x [m, B, D] standardised, already in the precision to compute in; returns packed [m, T, D] and norm [m, D].
     """
@@ -64,7 +64,7 @@ def centred_gaussian(x: Tensor, *, normalise: bool = True) -> tuple[Tensor, Tens
 def centred_delta(labels: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Centred normalised delta kernels of the labels, one per block, divided by norm + 1e-9, and the norms.
 
-    `L_ij = 1/n_y` when i and j share label y inside the block, else 0 (§6.1). Its rows sum to one, so centring subtracts 1/B.
+    `L_ij = 1/n_y` when i and j share label y inside the block, else 0 (§7.2). Its rows sum to one, so centring subtracts 1/B.
     Shapes: labels int64 [m, B]; returns packed [m, T] and norm [m], zero exactly for a single-class block.
     """
     size = labels.shape[1]

@@ -39,7 +39,7 @@ def score_features(h: Tensor, features: Features = "channel") -> Tensor:
 
 
 def factor_scores(omega: Tensor, num_factors: int, features: Features = "channel") -> Tensor:
-    """`Sc_k = ω̄_k / max ω̄`, ω̄_k the mean weight of the factor's channels; all zero when ω is (§6.6). omega [D] -> [K]."""
+    """`Sc_k = ω̄_k / max ω̄`, ω̄_k the mean weight of the factor's channels; all zero when ω is (§7.7). omega [D] -> [K]."""
     mean = factor_means(omega, num_factors, features)
     top = mean.max()
     return mean / top if top > 0 else torch.zeros_like(mean)
@@ -72,10 +72,10 @@ def choose_partition(
     seed: int = 0,
     comm: Comm | None = None,
 ) -> CIScores:
-    """Collective: the partition `F1 = {k : Sc_k > 0}`, solved on rank 0 and broadcast, so that ranks cannot disagree (§6.6, §6.7).
+    """Collective: the partition `F1 = {k : Sc_k > 0}`, solved on rank 0 and broadcast, so that ranks cannot disagree (§7.7, §12.1).
 
     `lam="auto"` searches λ in [1e-8, 1] until |F1| is within max(1, K/16) of `target` (default K/2), starting from the previous λ; for
-    `solver="nnlasso"` λ is β. π only rescales the weights, `ω / (2(1-π))`, never G (§6.4). Degenerate data keep the previous partition.
+    `solver="nnlasso"` λ is β. π only rescales the weights, `ω / (2(1-π))`, never G (§7.5). Degenerate data keep the previous partition.
     """
     comm = comm or Comm()
     _check(stats, num_factors, features, lam, target, pi)
@@ -209,7 +209,7 @@ def _search(solve: _Solves, target: int, start: float | None, is_warm: bool) -> 
 
 
 def _rescale(solve: _Solves, lam: float) -> tuple[_Trial, str]:
-    """A fixed λ, halved while every weight is zero or doubled while no factor is, at most 20 times (§6.7)."""
+    """A fixed λ, halved while every weight is zero or doubled while no factor is, at most 20 times (§12.1)."""
     trial = solve(lam)
     is_empty = trial.size == 0
     wrong = 0 if is_empty else solve.num_factors

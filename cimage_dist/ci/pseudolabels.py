@@ -38,7 +38,7 @@ class GrowthResult:
 def select_confident(
     labels: Tensor, confidence: Tensor, gids: Tensor, *, fraction: float = 0.15, min_per_cluster: int = 40, comm: Comm | None = None
 ) -> Tensor:
-    """Collective: the most confident rows of each cluster, bool [n] (§8).
+    """Collective: the most confident rows of each cluster, bool [n] (§6.7).
 
     Cluster c of n_c nodes keeps `max(⌈fraction n_c⌉, min(min_per_cluster, n_c))` of them, highest confidence first, ties by global id.
     A global cut would starve small clusters. Shapes: labels int64, confidence float, gids int64, all [n]; n may be 0.
@@ -67,7 +67,7 @@ def grow_confident(
     comm: Comm | None = None,
     chunk_rows: int = 1024,
 ) -> GrowthResult:
-    """Collective: S = base and those other labelled rows whose unit embedding ẑ is close to it (§8). Not cumulative: always from the base.
+    """Collective: S = base and those other labelled rows whose unit embedding ẑ is close to it (§6.7). Not cumulative: always from the base.
 
     "any": `ẑ_i·ẑ_j >= threshold` for some base member i of a bank of at most `bank_size`, drawn evenly over clusters by a keyed hash (all
     members when they fit: then exact, else a subset of the exact answer). "mean": `ẑ_j·μ_c >= threshold` for some c, μ_c the mean of ẑ

@@ -17,7 +17,7 @@ _KKT_TOL = 1e-11
 
 
 def nonnegative_qp(matrix: Array, linear: Array, guess: Array) -> Array:
-    """argmin `½ wᵀPw - qᵀw` over w >= 0 by cyclic coordinate descent, at most 500 sweeps, to a largest step below 1e-8 (§6.5).
+    """argmin `½ wᵀPw - qᵀw` over w >= 0 by cyclic coordinate descent, at most 500 sweeps, to a largest step below 1e-8 (§7.6).
 
     Coordinate descent finds the support soon and then creeps when P is ill-conditioned. After 1, 2, 4, 8, ... sweeps the support is
     therefore handed to principal pivoting; its answer counts only when it meets the optimality conditions, so it is the same
@@ -73,7 +73,7 @@ def _pivot(matrix: Array, linear: Array, support: NDArray[np.bool_]) -> Array | 
 
 
 def jacobi(matrix: Array, linear: Array, guess: Array, tol: float = 1e-5) -> Array:
-    """The released simultaneous update of all coordinates, ended when the length of the step stops shrinking by `tol` (§6.5).
+    """The released simultaneous update of all coordinates, ended when the length of the step stops shrinking by `tol` (§7.6).
 
     Kept for parity: with a positive matrix far from diagonal dominance it diverges and leaves early.
     """

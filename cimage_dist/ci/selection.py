@@ -40,7 +40,7 @@ class VIResult:
 
 @dataclass(frozen=True)
 class _State:
-    """w, diag Σ and f of §6.5 for the kept features, σ², and the bound."""
+    """w, diag Σ and f of §7.6 for the kept features, σ², and the bound."""
 
     w: Array
     variance: Array
@@ -51,7 +51,7 @@ class _State:
 
 @dataclass(frozen=True)
 class VIProblem:
-    """What does not depend on λ: the features kept, the adaptive weights, and the state after the first, unpenalised pass (§6.5)."""
+    """What does not depend on λ: the features kept, the adaptive weights, and the state after the first, unpenalised pass (§7.6)."""
 
     num_features: int
     keep: NDArray[np.int64]
@@ -65,7 +65,7 @@ class VIProblem:
 
 
 def kept_features(stats: HsicStats) -> NDArray[np.int64]:
-    """Positions of the features that vary in at least half of the blocks; the others keep weight zero (§6.7)."""
+    """Positions of the features that vary in at least half of the blocks; the others keep weight zero (§12.1)."""
     return np.flatnonzero(stats.coverage.numpy() >= MIN_COVERAGE)
 
 
@@ -73,7 +73,7 @@ def prepare_vi(stats: HsicStats, *, nu: float = 1.5) -> VIProblem:
     """The λ-free part of the variational solve, shared by all solves of a bisection.
 
     Adaptive weights `a = |G⁻¹b|`; with a condition number above 1e10, `a = |(G + εI)⁻¹b|`, `ε = 1e-6 tr(G)/D`. Floored at 1e-6 of the
-    largest in both cases (§6.7), so that a vanishing weight means a heavy penalty and not a division by zero.
+    largest in both cases (§12.1), so that a vanishing weight means a heavy penalty and not a division by zero.
     """
     keep = kept_features(stats)
     gram, cross = stats.G.numpy()[np.ix_(keep, keep)], stats.b.numpy()[keep]
@@ -102,7 +102,7 @@ def _solve(gram: Array, cross: Array) -> Array:
 def solve_vi(
     stats: HsicStats | VIProblem, lam: float, *, warm: Tensor | None = None, inner: Inner = "cd", tol: float = 1e-5, max_outer: int = 100, nu: float = 1.5
 ) -> VIResult:
-    """Weights of the variational HSIC lasso with penalty λ on positive and an infinite one on negative weights (§6.5).
+    """Weights of the variational HSIC lasso with penalty λ on positive and an infinite one on negative weights (§7.6).
 
     One pass: `P = G + σ² diag(1/g)`, `Σ = σ² P⁻¹`, `g = w² + diag Σ`; L1 step `w = argmin ½wᵀPw - (b - θ)ᵀw, w >= 0` on the active set,
     `θ = λ (RSS + tr GΣ)/a` from the pass before; features at or below `tol` leave the active set for good; `σ² = (RSS + tr GΣ)/R_eff`,
@@ -136,7 +136,7 @@ def solve_vi(
 
 
 def solve_nnlasso(stats: HsicStats, beta: float, *, warm: Tensor | None = None, tol: float = 1e-5) -> VIResult:
-    """Plain non-negative lasso `min ½ωᵀGω - bᵀω + β Σω, ω >= 0`, the same objective without variational terms (§6.4).
+    """Plain non-negative lasso `min ½ωᵀGω - bᵀω + β Σω, ω >= 0`, the same objective without variational terms (§7.6).
 
     Weights at or below `tol` are set to zero. The bound is the objective; σ² is RSS / R_eff, or NaN for conditional statistics,
     where the quadratic form is no residual.
@@ -154,7 +154,7 @@ def solve_nnlasso(stats: HsicStats, beta: float, *, warm: Tensor | None = None, 
 
 
 def _outer_pass(problem: VIProblem, state: _State, weights: Callable[[Array, Inverse], Array]) -> _State:
-    """One pass of §6.5; `weights(P, P⁻¹)` gives the new w. The bound is the complete one, up to a constant:
+    """One pass of §7.6; `weights(P, P⁻¹)` gives the new w. The bound is the complete one, up to a constant:
 
     `RSS/2σ² + Σ[(½ f g + 1)/ζ + (ν+½) ln ζ - ½ ln f] - ½ ln|Σ| + tr(GΣ)/2σ² + ½ R_eff ln 2πσ²`.
     """

@@ -11,7 +11,7 @@ from cimage_dist.types import LinkSplit, Topology
 def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology, LinkSplit | None]:
     """The topology that message passing, positives and embeddings use, and the held-out edges when there are any.
 
-    With data.holdout_edges=link no validation or test edge is in that topology, in either direction (§15).
+    With data.holdout_edges=link no validation or test edge is in that topology, in either direction (§2.3).
     """
     topology = graph.topology()
     if data.holdout_edges == "none":

@@ -1,4 +1,4 @@
-"""Mean, second moment and covariance of the node features in one pass over row chunks (§2).
+"""Mean, second moment and covariance of the node features in one pass over row chunks (§2.1).
 
     x̄ = 1/N Σ x,   E[x²] = 1/N Σ x∘x,   Σ_x = 1/N Σ (x − x̄)(x − x̄)ᵀ
 

@@ -1,4 +1,4 @@
-"""Which nodes and edges are learned from and which are kept back (§13, §15). Every draw is keyed by (seed, id)."""
+"""Which nodes and edges are learned from and which are kept back (§2.2, §2.3). Every draw is keyed by (seed, id)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _per_class(y: Tensor, per_class: int, seed: int) -> Tensor:
 
 
 def link_split(topology: Topology, data: DataConfig, seed: int) -> LinkSplit:
-    """Hold out `link_val_ratio` and `link_test_ratio` of the undirected edges and as many non-edges (§15: 85/5/10).
+    """Hold out `link_val_ratio` and `link_test_ratio` of the undirected edges and as many non-edges (§2.3: 85/5/10).
 
     An edge {u < v} is ranked by the hash of u·N + v; the smallest are the test edges, the next the validation edges.
     Non-edges are pairs u < v without an edge in the whole graph, distinct within and across the two sets.

@@ -104,7 +104,7 @@ class Graph:
         return None if self.y is None else _shared(self.y)
 
     def feature_moments(self) -> FeatureMoments:
-        """Mean, second moment and covariance of the features over all nodes (§2), float64."""
+        """Mean, second moment and covariance of the features over all nodes (§2.1), float64."""
         return self._moments
 
     @cached_property

@@ -1,4 +1,4 @@
-"""k-means on embeddings, scored against labels and graph (§11, §12)."""
+"""k-means on embeddings, scored against labels and graph (§6.6, §9.6)."""
 
 from __future__ import annotations
 

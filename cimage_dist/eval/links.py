@@ -1,4 +1,4 @@
-"""Ranking scores of link prediction (§15)."""
+"""Ranking scores of link prediction (§9.5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PairScore = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def link_scores(score: PairScore, pos: Tensor, neg: Tensor, chunk: int = 262_144) -> dict[str, float]:
-    """Area under the ROC curve and average precision, in percent, of edges `pos` against non-edges `neg` (§15).
+    """Area under the ROC curve and average precision, in percent, of edges `pos` against non-edges `neg` (§9.5).
 
     `score` maps int64 pairs [n, 2] to n logits, higher for likelier edges; pos, neg int64 [n, 2].
     """

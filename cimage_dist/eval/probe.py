@@ -1,4 +1,4 @@
-"""Linear probe on frozen embeddings (§14). Shapes: N nodes, F embedding width, M classes."""
+"""Linear probe on frozen embeddings (§9.1). Shapes: N nodes, F embedding width, M classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cimage_dist.eval.logistic import Path, Rows, logistic_path, unit_rows
 from cimage_dist.eval.pool import PoolScore, make_pool, pool_score
 from cimage_dist.types import NodeSplit
 
-_T_0, _T_MULT = 50, 2  # cosine restarts of §14
+_T_0, _T_MULT = 50, 2  # cosine restarts of §9.1
 _PREDICT_ROWS = 65_536
 _FOLDS = 5
 _FIXED = 1.0  # strength where neither validation nodes nor folds can choose one

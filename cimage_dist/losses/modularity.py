@@ -41,7 +41,7 @@ class _EdgeProducts(torch.autograd.Function):
 
 
 def modularity_full(z: Tensor, edges: EdgeList, comm: Comm | None = None, *, is_symmetric: bool = False) -> Tensor:
-    """Collective: modularity loss over all edges, each directed edge held by exactly one rank (§7).
+    """Collective: modularity loss over all edges, each directed edge held by exactly one rank (§5.4).
 
     `L = -(1/2m) [ Σ_{(i,j)} ẑ_i·ẑ_j - |s|²/2m ]`, `s = Σ_i d_i ẑ_i`, `2m = Σ_i d_i`, ẑ the unit rows. Worker r returns
     `-(W/2m) [ e_r - (2 s_r·sg(s) - sg(s_r·s))/2m ]` with s_r summed over the targets of its own edges. An edge weight counts that often.
@@ -61,7 +61,7 @@ def modularity_full(z: Tensor, edges: EdgeList, comm: Comm | None = None, *, is_
 
 
 def modularity_edges(z_u: Tensor, z_v: Tensor, comm: Comm | None = None, *, is_symmetric: bool = False) -> Tensor:
-    """Collective: unbiased modularity loss from a global batch of B edges drawn uniformly, spread over the ranks in any way (§7).
+    """Collective: unbiased modularity loss from a global batch of B edges drawn uniformly, spread over the ranks in any way (§5.4).
 
     `L = -mean ẑ_u·ẑ_v + (|S|² - Σ|a|²)/(B(B-1))`, `S = Σ a`, a = ẑ_u. Worker r returns
     `W [ -e_r/B + (2 sg(S)·s_r - sg(S·s_r) - Σ_local |a|²)/(B(B-1)) ]`. Undirected seed edges have no source: with `is_symmetric`,

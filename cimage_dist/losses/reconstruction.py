@@ -18,7 +18,7 @@ def _weighted(values: Tensor, weight: Tensor | None) -> Mean:
 
 
 def structure_loss(pos_logits: Tensor, neg_logits: Tensor, pos_weight: Tensor | None = None, neg_weight: Tensor | None = None) -> tuple[Mean, Mean]:
-    """L_st = mean softplus(-logit) over masked edges + mean softplus(logit) over non-edges (§4); the two means are separate.
+    """L_st = mean softplus(-logit) over masked edges + mean softplus(logit) over non-edges (§5.2); the two means are separate.
 
     Weights [n] are 1, or 0 for padding.
     """
@@ -33,7 +33,7 @@ def factor_loss(
     weight: Tensor | None = None,
     teacher_nKC: Tensor | None = None,
 ) -> Mean:
-    """L_ch = mean_v (1 - cos(F2_v, F̂2_v))^τ, scaled cosine error on the hidden factors (§5).
+    """L_ch = mean_v (1 - cos(F2_v, F̂2_v))^τ, scaled cosine error on the hidden factors (§5.3).
 
     F2 are the factors outside the context (direction "paper") or inside it ("code"). The cosine is taken over the flattened F2 of a
     node, or per factor and then averaged. The target is z, z without gradient, or `teacher_nKC` (factor_target). An empty F1 or F2 gives 0, attached to the graph so that every parameter has a gradient.

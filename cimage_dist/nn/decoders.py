@@ -14,7 +14,7 @@ from cimage_dist.nn.dropout import dropout
 
 
 class FactorDecoder(nn.Module):
-    """F̂ = MLP(z with the hidden factors set to zero) (§5): every layer but the last is dropout -> Linear -> ELU, output K·C wide."""
+    """F̂ = MLP(z with the hidden factors set to zero) (§5.3): every layer but the last is dropout -> Linear -> ELU, output K·C wide."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class FactorDecoder(nn.Module):
 
 
 class StructureDecoder(nn.Module):
-    """logit(u, v) = MLP(z_u ⊙ z_v) (§4): every layer but the last is dropout -> Linear -> ReLU, the last is Linear to 1."""
+    """logit(u, v) = MLP(z_u ⊙ z_v) (§5.2): every layer but the last is dropout -> Linear -> ReLU, the last is Linear to 1."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()

@@ -36,9 +36,9 @@ def decode_reach(reach: Tensor) -> tuple[int, float]:
 
 
 class Encoder(nn.Module):
-    """projection -> `num_layers` layers P -> tail (§2). No weights beyond the projection.
+    """projection -> `num_layers` layers P -> tail (§4). No weights beyond the projection.
 
-    With teleport α every layer mixes the projected factors back in (§22):
+    With teleport α every layer mixes the projected factors back in (§4.3):
 
         h⁰ = per-factor unit rows of the projection,   h ← (1-α)·P(h) + α·h⁰
 
@@ -87,7 +87,7 @@ class Encoder(nn.Module):
         return self.cfg.propagation == "gcn" or self.alpha > 0
 
     def project(self, x_NF: Features) -> Tensor:
-        """dropout -> Linear -> norm [-> ELU -> dropout -> Linear], factor-major [N, K, C] (§2)."""
+        """dropout -> Linear -> norm [-> ELU -> dropout -> Linear], factor-major [N, K, C] (§4.1)."""
         cfg = self.cfg
         rows: Tensor = self.norm(project_rows(x_NF, self.linear, cfg.dropout, self.training))
         if self.output is not None:
@@ -141,7 +141,7 @@ class Encoder(nn.Module):
 
     def forward(self, x_NF: Features, edges: EdgeList, hops: Hops | None = None) -> Encoding:
         """(h, z) of all nodes. With `hops` each layer stops at the nodes from which its output
-        still reaches a seed (§20), so h and z have fewer rows than x: the seeds come first and are
+        still reaches a seed (§11.2), so h and z have fewer rows than x: the seeds come first and are
         all there, equal to what the whole subgraph gives.
         """
         cfg = self.cfg

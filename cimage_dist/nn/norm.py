@@ -13,7 +13,7 @@ from cimage_dist.types import FeatureMoments
 
 
 class MomentsNorm(nn.Module):
-    """Batch normalisation of Linear(dropout(x)) with the moments of the *whole graph*, in closed form (§2):
+    """Batch normalisation of Linear(dropout(x)) with the moments of the *whole graph*, in closed form (§4.2):
 
         mean = W x̄ + b,    variance = diag(W (Σ_x + p/(1-p)·diag(E[x²])) Wᵀ)
 
@@ -53,7 +53,7 @@ class MomentsNorm(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Batch normalisation whose moments may be those of all ranks' rows together, on CPU and GPU alike (§2).
+    """Batch normalisation whose moments may be those of all ranks' rows together, on CPU and GPU alike (§4.2).
 
     Training normalises by the moments of the rows at hand and stores nothing. Eval mode uses the
     moments that `settle` stored: an average over training steps would mix old weights and dropped

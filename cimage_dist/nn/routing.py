@@ -46,7 +46,7 @@ def route(
     backend: Backend = "auto",
     is_unit: bool = False,
 ) -> Tensor:
-    """One routing layer (§2; DisenGCN's form, with the target's centre in the softmax):
+    """One routing layer (§4.4; DisenGCN's form, with the target's centre in the softmax):
 
         l = x / ‖x‖;  p⁰ = 1/K  (init="self": p⁰ from q = l, as the paper has it)
         repeat T times:  q = l + Σ_u w·p·l[u];  normalise q except after the last;  p = softmax_k(<l[u], q[v]> / τ)
@@ -67,7 +67,7 @@ def route(
 
 
 def assignments(l_EKC: Tensor, q_TKC: Tensor, dst: Tensor, temperature: float) -> Tensor:
-    """p[v,u,:] = softmax over k of <l[u,k], q[v,k]> / τ for every message u -> v; [E, K], rows sum to 1 (§2)."""
+    """p[v,u,:] = softmax over k of <l[u,k], q[v,k]> / τ for every message u -> v; [E, K], rows sum to 1 (§4.4)."""
     return torch.softmax((l_EKC * q_TKC.index_select(0, dst)).sum(-1) / temperature, dim=-1)
 
 

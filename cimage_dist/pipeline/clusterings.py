@@ -88,7 +88,7 @@ def score_method(cfg: Config, quiet: bool) -> dict[str, Any]:
 
 
 def score_labels(found: LabelSet, graph: Graph, topology: Topology, cfg: Config) -> dict[str, Any]:
-    """Modularity, sizes and the confident set S (§8) from the graph alone; acc, nmi, ari, f1 and the accuracy on S, in percent, where classes are known.
+    """Modularity, sizes and the confident set S (§6.7) from the graph alone; acc, nmi, ari, f1 and the accuracy on S, in percent, where classes are known.
 
     The accuracy on S uses the matching of clusters to classes found on all nodes, as does the accuracy over all nodes.
     """

@@ -82,7 +82,7 @@ def _sampled_rows(cfg: Config, size: GraphSize) -> Rows:
 
 
 def masked_edges(cfg: Config, num_nodes: int, edges: int) -> int:
-    """The most edges that the walks of one mask can hide (§3)."""
+    """The most edges that the walks of one mask can hide (§3.1)."""
     return most_masked(cfg.mask, num_nodes, edges)
 
 

@@ -125,7 +125,7 @@ def _memory(memory: Memory, use_cuda: bool) -> dict[str, Any]:
 
 
 def _refresh(cfg: Config, size: GraphSize, played: Played) -> dict[str, Any] | None:
-    """Reduced bytes as played; gathered ones and products by formula, because the played sample is small: n·D·4 bytes and nb·B(B+1)·D² flops (§6.3)."""
+    """Reduced bytes as played; gathered ones and products by formula, because the played sample is small: n·D·4 bytes and nb·B(B+1)·D² flops (§7.4)."""
     if not _refreshes(cfg, 1):
         return None
     world, ci, width = cfg.resources.num_workers, cfg.ci, cfg.model.num_factors * cfg.model.factor_dim

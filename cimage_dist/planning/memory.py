@@ -88,7 +88,7 @@ def _sampled(cfg: Config, size: GraphSize, edges: int, rows: Rows) -> list[Part]
 
 
 def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
-    """What conditional-independence scores need: labels of all nodes at the start, samples and statistics at a refresh (§6.3, §8)."""
+    """What conditional-independence scores need: labels of all nodes at the start, samples and statistics at a refresh (§7.4, §6.7)."""
     world, width, ci = cfg.resources.num_workers, cfg.model.num_factors * cfg.model.factor_dim, cfg.ci
     sample, bank = refresh_rows(cfg, size)
     own = slices(min(2 * ci.max_samples, size.nodes) if cfg.sampler.fanouts else size.nodes, world)[1]

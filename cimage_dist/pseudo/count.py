@@ -33,7 +33,7 @@ def estimate_clusters(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> int:
-    """Collective: the number of clusters C whose k-means on the unit rows of Â^p X has the highest modularity (§12) on the graph.
+    """Collective: the number of clusters C whose k-means on the unit rows of Â^p X has the highest modularity (§9.6) on the graph.
 
     Modularity rises while clusters that belong apart are separated and falls once a community is cut, so it has a maximum inside; no
     label is looked at. Counts are tried in rising order until five in a row brought no rise.

@@ -1,4 +1,4 @@
-"""Dink-Net (§10): an encoder that learns to tell nodes from shuffled ones, then centres that shrink towards nodes and repel each other.
+"""Dink-Net (§6.4): an encoder that learns to tell nodes from shuffled ones, then centres that shrink towards nodes and repel each other.
 
 Shapes: N nodes, F features, D width, C clusters, n rows of this rank.
 """
@@ -33,7 +33,7 @@ _WEIGHTS, _ORDER, _MASK, _SHUFFLE, _READING_ORDER = range(5)
 
 @dataclass(frozen=True)
 class DinkNetSettings:
-    """Defaults are those of a small graph without published settings: Cora's, with p = 10 (§10)."""
+    """Defaults are those of a small graph without published settings: Cora's, with p = 10 (§6.4)."""
 
     width: int = 512
     hops: int = 10  # p
@@ -52,7 +52,7 @@ class DinkNetSettings:
 
 
 def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
-    """The published settings of a dataset, else one rule by size (§10). Mini-batches make one round of pre-training.
+    """The published settings of a dataset, else one rule by size (§6.4). Mini-batches make one round of pre-training.
 
     Up to 25,000 nodes Cora's with p = 10. Beyond: d = 256 as for the largest published graph, as many epochs as make 200 steps, and
     centres that move in an epoch as far as in one step of a full batch.
@@ -86,7 +86,7 @@ def dinknet_labels(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective: labels int64 [N] = nearest centre, confidence float64 [N] = d₂ - d₁ of the squared distances; x [N, F] (§10).
+    """Collective: labels int64 [N] = nearest centre, confidence float64 [N] = d₂ - d₁ of the squared distances; x [N, F] (§6.4).
 
     Modularity, which sees the graph alone, decides twice. Pre-training makes several rounds of the published length, and the one is kept
     after which the clusters that k-means finds on H have the highest. Of the assignments after k-means and after each epoch of

@@ -1,4 +1,4 @@
-"""What Dink-Net takes from the graph: batches of nodes, Â X W for the nodes of a batch, and the embedding H (§10).
+"""What Dink-Net takes from the graph: batches of nodes, Â X W for the nodes of a batch, and the embedding H (§6.4).
 
 A global batch does not depend on the number of ranks; each rank works on its slice of it. Shapes: N nodes, F features, D width,
 b nodes of the global batch, n of them on this rank, M messages (own loops among them), Z non-zero entries.
@@ -89,7 +89,7 @@ class Nodes:
         return Batch(gids, *self.comm.slice_of(gids.numel()), self.topology.indices[entry].to(torch.int64), dst)
 
     def real_and_fake(self, batch: Batch, weight_FD: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Â X W and Â X'' W of this rank's nodes, [n, D] each; X'' has the rows of the batch and its neighbours permuted by the key (§10).
+        """Â X W and Â X'' W of this rank's nodes, [n, D] each; X'' has the rows of the batch and its neighbours permuted by the key (§6.4).
 
         All nodes at once: W first, as both share that product. Else Â first, as only the nodes of the batch are then multiplied by W.
         """
@@ -107,7 +107,7 @@ class Nodes:
 
     @torch.no_grad()
     def embedding(self, model: DinkNet, hops: int) -> Tensor:
-        """Collective: this rank's rows, those of `comm.slice_of(N)`, of H = normalise(F(X) + Â^p F(X)) on the whole graph (§10); [n, D]."""
+        """Collective: this rank's rows, those of `comm.slice_of(N)`, of H = normalise(F(X) + Â^p F(X)) on the whole graph (§6.4); [n, D]."""
         blocks = columns_of(model.bias.numel(), self.comm)
         slab_ND = self.scale_N.new_empty(self.num_nodes, sum(b.stop - b.start for b in blocks))
         for block in blocks:
@@ -122,7 +122,7 @@ class Nodes:
 
     @torch.no_grad()
     def batch_embedding(self, model: DinkNet, batch: Batch, hops: int) -> Tensor:
-        """Collective: H of this rank's nodes of the batch, the hops taken inside the subgraph induced by the batch (§10); [n, D]."""
+        """Collective: H of this rank's nodes of the batch, the hops taken inside the subgraph induced by the batch (§6.4); [n, D]."""
         src, _ = batch.messages()
         local_nD = model.activate(project(self._smoothed(batch, torch.cat([src, batch.mine])), model.weight))
         local_bD = self.comm.gather_rows(local_nD)

@@ -1,4 +1,4 @@
-"""The network of Dink-Net and its losses (§10). Shapes: N nodes, F features, D width, C clusters, n rows of this rank.
+"""The network of Dink-Net and its losses (§6.4). Shapes: N nodes, F features, D width, C clusters, n rows of this rank.
 
 Every loss here is this rank's share: the sum over ranks of values is the loss, the sum of gradients its gradient.
 """
@@ -14,7 +14,7 @@ from cimage_dist.comm import Comm
 
 
 class DinkNet(nn.Module):
-    """F(X) = PReLU(Â X W + b) and the discriminating head Linear(D -> D) summed over its outputs (§10). weight [F, D], bias [D].
+    """F(X) = PReLU(Â X W + b) and the discriminating head Linear(D -> D) summed over its outputs (§6.4). weight [F, D], bias [D].
 
     Glorot-uniform W, b = 0, one slope for all channels. The caller multiplies by Â, before or after W, whichever is cheaper.
     """
@@ -43,12 +43,12 @@ def masked_columns(num_features: int, rate: float, key: int, like: Tensor) -> Te
 
 
 def discrimination_loss(real: Tensor, fake: Tensor, batch: int) -> Tensor:
-    """Binary cross-entropy of the logits with real = 1 and fake = 0, mean over the 2·batch of all ranks (§10). real, fake [n]."""
+    """Binary cross-entropy of the logits with real = 1 and fake = 0, mean over the 2·batch of all ranks (§6.4). real, fake [n]."""
     return (F.softplus(-real).sum() + F.softplus(fake).sum()) / (2 * batch)
 
 
 def clustering_loss(h_nD: Tensor, centres_CD: Tensor, batch: int, comm: Comm) -> Tensor:
-    """`mean_{i,j} |H_i - c_j|² - (1/(C(C-1))) Σ_{i≠j} |c_i - c_j|²`: shrink and dilation (§10), over the `batch` rows of all ranks.
+    """`mean_{i,j} |H_i - c_j|² - (1/(C(C-1))) Σ_{i≠j} |c_i - c_j|²`: shrink and dilation (§6.4), over the `batch` rows of all ranks.
 
     Squares are multiplied out, so that only sums of H and of the centres are needed: O((n + C)·D), nothing of size n x C.
     """
@@ -61,5 +61,5 @@ def clustering_loss(h_nD: Tensor, centres_CD: Tensor, batch: int, comm: Comm) ->
 
 @torch.no_grad()
 def project_to_ball(centres_CD: Tensor) -> None:
-    """In place: centres longer than 1 are shortened to 1. The loss is unbounded below without it (§10)."""
+    """In place: centres longer than 1 are shortened to 1. The loss is unbounded below without it (§6.4)."""
     centres_CD.div_(torch.linalg.vector_norm(centres_CD, dim=1, keepdim=True).clamp(min=1.0))

@@ -1,4 +1,4 @@
-"""Sharded k-means (§11): assign locally, reduce sums. Shapes: N local rows, D width, C clusters, S sampled rows, L candidates."""
+"""Sharded k-means (§6.6): assign locally, reduce sums. Shapes: N local rows, D width, C clusters, S sampled rows, L candidates."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def kmeans(
     chunk_rows: int = CHUNK_ROWS,
     init: Tensor | None = None,
 ) -> KMeansResult:
-    """Collective: Lloyd's algorithm on the union of all ranks' rows, min Σ_i min_c ‖x_i - μ_c‖² (§11).
+    """Collective: Lloyd's algorithm on the union of all ranks' rows, min Σ_i min_c ‖x_i - μ_c‖² (§6.6).
 
     x [N, D] of any float type, N may be 0 on some ranks; gids int64 [N] global row ids, by default counted on in rank order. The result
     depends on the sharding through the order of summation only. `restarts` runs from different starts keep the lowest inertia; `init`

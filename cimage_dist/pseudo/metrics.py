@@ -1,4 +1,4 @@
-"""Scores of a hard clustering, from its contingency table (§12). Shapes: N nodes, C clusters, M classes, E directed edges."""
+"""Scores of a hard clustering, from its contingency table (§9.6). Shapes: N nodes, C clusters, M classes, E directed edges."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def cluster_scores(table: Tensor) -> dict[str, float]:
 
 
 def hard_modularity(labels: Tensor, topology: Topology, comm: Comm | None = None) -> float:
-    """Collective: Q = Σ_c [E_cc/2m - (vol_c/2m)²] of a partition, E_cc the directed edges inside c, 2m all directed edges (§12).
+    """Collective: Q = Σ_c [E_cc/2m - (vol_c/2m)²] of a partition, E_cc the directed edges inside c, 2m all directed edges (§9.6).
 
     labels int64 [N] for all nodes and the whole topology on every rank; each rank counts its own share of the edges, in bounded memory.
     """

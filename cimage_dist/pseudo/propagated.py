@@ -1,4 +1,4 @@
-"""k-means on propagated features: the cheap start for huge graphs (§20), and the pieces Dink-Net shares with it.
+"""k-means on propagated features: the cheap start for huge graphs (§6.2), and the pieces Dink-Net shares with it.
 
 Smoothing acts on every column alone, so each rank smooths its own columns of all nodes without a word to the others; columns are turned
 into rows once, for k-means. Shapes: N nodes, F features, D columns, n rows of this rank.
@@ -40,7 +40,7 @@ class PropagatedSettings:
 
 
 def settings_for(num_nodes: int) -> PropagatedSettings:
-    """One rule for all graphs: as wide as 1 GB allows; ten starts while k-means sees every row, one beyond (§11)."""
+    """One rule for all graphs: as wide as 1 GB allows; ten starts while k-means sees every row, one beyond (§6.2)."""
     return PropagatedSettings(width=max(64, _MAX_VALUES // max(num_nodes, 1)), restarts=10 if num_nodes <= PropagatedSettings.fit_rows else 1)
 
 
@@ -53,7 +53,7 @@ def propagated_labels(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective: labels int64 [N] by k-means on the unit rows of Â^p X, confidence float64 [N] = d₂ - d₁ (§11, §20).
+    """Collective: labels int64 [N] by k-means on the unit rows of Â^p X, confidence float64 [N] = d₂ - d₁ (§6.6, §6.2).
 
     Â = D̂^-1/2 (A + I) D̂^-1/2. Features wider than `settings.width` are multiplied by a keyed random matrix first, which keeps distances
     (Johnson & Lindenstrauss 1984) and commutes with smoothing.

@@ -1,4 +1,4 @@
-"""R-DGAE (§9): a graph auto-encoder whose embedding is clustered while it learns, from trusted nodes and on a corrected graph.
+"""R-DGAE (§6.3): a graph auto-encoder whose embedding is clustered while it learns, from trusted nodes and on a corrected graph.
 
 Shapes: N nodes, F features, H hidden, D width of the embedding, C clusters.
 """
@@ -30,7 +30,7 @@ Tick = Callable[[int, int, dict[str, float], str], None]
 
 @dataclass(frozen=True)
 class RDGAESettings:
-    """Defaults are those for a graph without published settings, at C = 7 (§9); `settings_for` gives the others."""
+    """Defaults are those for a graph without published settings, at C = 7 (§6.3); `settings_for` gives the others."""
 
     beta1: float = 2 / 7
     beta2: float = 1 / 7
@@ -53,7 +53,7 @@ class RDGAESettings:
 
 
 def settings_for(name: str, num_clusters: int) -> RDGAESettings:
-    """The published settings of a dataset, else Cora's with β1 = 2/C and β2 = 1/C (§9)."""
+    """The published settings of a dataset, else Cora's with β1 = 2/C and β2 = 1/C (§6.3)."""
     published = {
         "cora": RDGAESettings(0.33, 0.18),
         "citeseer": RDGAESettings(0.20, 0.10, cluster_lr=0.001, sample_every=1, correct_every=50, correct_until=150),
@@ -71,7 +71,7 @@ def rdgae_labels(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective: labels int64 [N] = argmax q and confidence float64 [N] = q⁽¹⁾ - q⁽²⁾; x [N, F] (§9).
+    """Collective: labels int64 [N] = argmax q and confidence float64 [N] = q⁽¹⁾ - q⁽²⁾; x [N, F] (§6.3).
 
     q is the consensus of several auto-encoders after their last epochs: where one ends depends much on its first weights, and nothing
     without labels tells which of them is right, but what most of them agree on is.
@@ -97,9 +97,9 @@ def _named(tick: Tick, member: int, members: int) -> Tick:
 
 
 def restored_counts(x: Features) -> Features:
-    """Row-normalised words (§13) as they were before: where all rows sum to 1, each is divided by its largest entry. Other features stay as given.
+    """Row-normalised words (§2.1) as they were before: where all rows sum to 1, each is divided by its largest entry. Other features stay as given.
 
-    The auto-encoder wants raw bags of words (§9): on normalised rows its embedding stays near zero and the clusters collapse.
+    The auto-encoder wants raw bags of words (§6.3): on normalised rows its embedding stays near zero and the clusters collapse.
     """
     if isinstance(x, Tensor):
         sums, largest = x.sum(1), x.amax(1)
@@ -117,7 +117,7 @@ def _are_ones(sums: Tensor) -> bool:
 
 
 class Encoder(nn.Module):
-    """Z = Â ReLU(Â X W₀) W₁ with Â = D̂^-1/2 (A + I) D̂^-1/2, no biases, Glorot-uniform (§9). w0 [F, H], w1 [H, D]."""
+    """Z = Â ReLU(Â X W₀) W₁ with Â = D̂^-1/2 (A + I) D̂^-1/2, no biases, Glorot-uniform (§6.3). w0 [F, H], w1 [H, D]."""
 
     def __init__(self, num_features: int, hidden: int, width: int) -> None:
         super().__init__()

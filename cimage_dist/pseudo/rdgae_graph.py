@@ -1,4 +1,4 @@
-"""What R-DGAE (§9) decides without gradients: which nodes it trusts (Ξ) and which graph it reconstructs (Υ). N nodes, C clusters, P pairs."""
+"""What R-DGAE (§6.3) decides without gradients: which nodes it trusts (Ξ) and which graph it reconstructs (Υ). N nodes, C clusters, P pairs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TargetGraph:
 
     @property
     def positive_weight(self) -> float:
-        """(N² - |A|)/|A|, |A| the directed edges without the self-pairs (§9)."""
+        """(N² - |A|)/|A|, |A| the directed edges without the self-pairs (§6.3)."""
         num_edges = max(self.num_pairs - self.num_nodes, 1)
         return (self.num_nodes**2 - num_edges) / num_edges
 
@@ -46,7 +46,7 @@ class TargetGraph:
         return keys // self.num_nodes, keys % self.num_nodes
 
     def corrected(self, squared_NC: Tensor, omega: Tensor) -> TargetGraph:
-        """Υ: every node of Ω is tied to its cluster's hub, the Ω-node nearest the centre, and loses its edges to Ω-nodes of other clusters (§9).
+        """Υ: every node of Ω is tied to its cluster's hub, the Ω-node nearest the centre, and loses its edges to Ω-nodes of other clusters (§6.3).
 
         squared_NC squared distances to the centres, omega bool [N].
         """
@@ -62,7 +62,7 @@ class TargetGraph:
 
 @dataclass
 class TrustedNodes:
-    """Ξ: Ω = {i : q⁽¹⁾ > β1 and q⁽¹⁾ - q⁽²⁾ > β2}, replaced by larger sets only; β1, β2 shrink when it stops growing (§9). omega bool [N]."""
+    """Ξ: Ω = {i : q⁽¹⁾ > β1 and q⁽¹⁾ - q⁽²⁾ > β2}, replaced by larger sets only; β1, β2 shrink when it stops growing (§6.3). omega bool [N]."""
 
     omega: Tensor
     beta1: float

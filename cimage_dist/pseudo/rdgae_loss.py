@@ -1,4 +1,4 @@
-"""The two losses of R-DGAE (§9), each as the share of one rank: the shares of all ranks add up to the loss, and so do their gradients.
+"""The two losses of R-DGAE (§6.3), each as the share of one rank: the shares of all ranks add up to the loss, and so do their gradients.
 
 Shapes: N nodes, D width of the embedding, C clusters, P listed pairs.
 """
@@ -22,7 +22,7 @@ _LOWEST_LOGIT = -80.0  # σ and its logarithm are normal numbers down to here in
 
 
 def reconstruction_loss(z_ND: Tensor, target: TargetGraph, comm: Comm) -> Tensor:
-    """This rank's share of 1/N² Σ_ij BCE(σ(z_i·z_j), T_ij) over all N² pairs, positives weighted w = (N² - |A|)/|A| (§9).
+    """This rank's share of 1/N² Σ_ij BCE(σ(z_i·z_j), T_ij) over all N² pairs, positives weighted w = (N² - |A|)/|A| (§6.3).
 
     With s = z_i·z_j it is 1/N² [Σ_all softplus(s) + Σ_positives (w-1)·softplus(s) - w·s]: the first sum by tiles of the upper triangle,
     the second along the target's pairs.
@@ -36,7 +36,7 @@ def reconstruction_loss(z_ND: Tensor, target: TargetGraph, comm: Comm) -> Tensor
 
 
 def sampled_reconstruction_loss(z_ND: Tensor, target: TargetGraph, num_samples: int, key: int, comm: Comm) -> Tensor:
-    """This rank's share of the same loss with the mean over all pairs estimated, without bias, from `num_samples` uniform pairs (§9)."""
+    """This rank's share of the same loss with the mean over all pairs estimated, without bias, from `num_samples` uniform pairs (§6.3)."""
     num_nodes = z_ND.shape[0]
     ids = torch.arange(*comm.slice_of(num_samples), device=z_ND.device)
     first, second = (keyed.integers(keyed.derive(key, end), ids, num_nodes) for end in (0, 1))
@@ -45,7 +45,7 @@ def sampled_reconstruction_loss(z_ND: Tensor, target: TargetGraph, num_samples: 
 
 
 def clustering_loss(z_ND: Tensor, centres_CD: Tensor, labels: Tensor, omega: Tensor, comm: Comm) -> Tensor:
-    """This rank's share of Σ_{i∈Ω} KL(p_i‖q_i) with p_i the one-hot `labels[i]`, i.e. -Σ_{i∈Ω} log q_i,labels[i] (§9); omega bool [N]."""
+    """This rank's share of Σ_{i∈Ω} KL(p_i‖q_i) with p_i the one-hot `labels[i]`, i.e. -Σ_{i∈Ω} log q_i,labels[i] (§6.3); omega bool [N]."""
     begin, end = comm.slice_of(z_ND.shape[0])
     gids = omega[begin:end].nonzero().squeeze(1) + begin
     log_q = log_assignments(squared_distances(z_ND[gids], centres_CD))
@@ -58,7 +58,7 @@ def squared_distances(z_ND: Tensor, centres_CD: Tensor) -> Tensor:
 
 
 def log_assignments(squared_NC: Tensor) -> Tensor:
-    """log q, [N, C]: Student-t assignments q_ij ∝ (1 + ‖z_i - μ_j‖²)^-1 (§9)."""
+    """log q, [N, C]: Student-t assignments q_ij ∝ (1 + ‖z_i - μ_j‖²)^-1 (§6.3)."""
     return F.log_softmax(-squared_NC.log1p(), dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Neighbour sampling on row pointers and columns: hops, local ids and message weights (§2, Under neighbour sampling)."""
+"""Neighbour sampling on row pointers and columns: hops, local ids and message weights (§11.1, Under neighbour sampling)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def sample(
 
     `key` holds (seed, step): the draw of a node is a function of the key, its gid and the hidden edges, so it is the same whichever
     batch, rank or process asks. Hidden edges are taken away before the draw, so a fan-out counts visible neighbours. Weights follow
-    §2, deg(v) / sampled(v) with global degrees of the visible graph; `csr_select` states the distribution and when a degree is exact.
+    §11.1, deg(v) / sampled(v) with global degrees of the visible graph; `csr_select` states the distribution and when a degree is exact.
     """
     fanouts = check_fanouts(fanouts)
     graph = CsrGraph(np.asarray(indptr), np.asarray(indices))

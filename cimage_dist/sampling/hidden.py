@@ -1,4 +1,4 @@
-"""Edges that message passing must not see in a step: the global batch's seed edges, and a keyed share of all others (§3, §20)."""
+"""Edges that message passing must not see in a step: the global batch's seed edges, and a keyed share of all others (§3.3, §11.1)."""
 
 from __future__ import annotations
 

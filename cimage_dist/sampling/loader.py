@@ -24,7 +24,7 @@ class BatchSource(Dataset[SampledBatch]):
     """`source[step]` is the batch of a step: a function of (seed, step, rank, world) and of nothing that happened before.
 
     The global batch of `batch_edges` undirected edges does not depend on `world`; rank r takes positions [B r / W, B (r+1) / W).
-    Message passing sees none of the global batch's edges, in either direction, nor the keyed share `hide_rate` of all others (§3).
+    Message passing sees none of the global batch's edges, in either direction, nor the keyed share `hide_rate` of all others (§3.3).
     `upper_ptr` may come from a file; without it one O(N log degree) pass makes it here. `features` [N, F], a mapped file as a rule, are
     read where the batch is made, so that with loader processes reading overlaps training as sampling does. `views=2` adds a second,
     independent neighbourhood of the positives, which hides the batch's edges too; without `has_negatives` none are drawn.

@@ -30,7 +30,7 @@ def _view_keys(view: int) -> tuple[int, ...]:
 
 
 def walk_starts(topology: Topology, cfg: MaskConfig, seed: int, epoch: int, view: int = 0) -> tuple[Tensor, Tensor]:
-    """(gid where each walk starts, global id of the walk) (§3).
+    """(gid where each walk starts, global id of the walk) (§3.1).
 
     An exact share of the nodes, the walk named after its node; or the source of every edge kept with that probability, the
     walk named after its edge.
@@ -53,7 +53,7 @@ def walk_edges(
     epoch: int,
     view: int = 0,
 ) -> Tensor:
-    """Entries walked over, unique and ascending (§3): from v take entry indptr[v] + floor(rand·deg(v)); stop at degree 0.
+    """Entries walked over, unique and ascending (§3.1): from v take entry indptr[v] + floor(rand·deg(v)); stop at degree 0.
 
     A walk's draws are keyed by its global id, so the outcome does not depend on how walks are spread over processes.
     """
@@ -98,7 +98,7 @@ class PathMasker:
         hidden[walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)] = True
         if self.cfg.symmetric:
             hidden |= hidden[self.reverse]
-        # An edge whose reverse survived stays visible in both directions: the released behaviour (§3).
+        # An edge whose reverse survived stays visible in both directions: the released behaviour (§3.1).
         seen = ~hidden | ~hidden[self.reverse]
         columns = topology.indices.to(torch.int64)
         masked = torch.stack([self.rows[hidden], columns[hidden]], dim=1)

@@ -1,4 +1,4 @@
-"""The seed schedule: which undirected edges, and which negatives, make up the global batch of a step (§3, §4).
+"""The seed schedule: which undirected edges, and which negatives, make up the global batch of a step (§3.3, §3.4).
 
 Undirected edge t in [0, m) is the t-th entry of the strict upper triangle, counted row by row. Because columns ascend inside a row,
 those entries are the tail of the row, so one array `upper_ptr` [N+1] (upper entries before each row) turns t into a row by binary
@@ -20,7 +20,7 @@ from cimage_dist.sampling.bijection import Bijection
 
 IntArray = NDArray[np.integer]
 
-# Above this many nodes a uniform pair is so rarely an edge that rejection is not worth the look-up (§4).
+# Above this many nodes a uniform pair is so rarely an edge that rejection is not worth the look-up (§3.4).
 REJECT_UP_TO_NODES = 1_000_000
 _RETRIES = 16
 
@@ -90,7 +90,7 @@ class SeedSchedule:
 
     Step s belongs to epoch s // steps_per_epoch; its positions are mapped through the epoch's bijection of [0, m). The last batch of
     an epoch is padded to `batch_edges` by repeating its last edge with weight 0. Which endpoint comes first is a keyed coin, so that
-    `u` is degree-distributed, as the modularity estimate asks (§7).
+    `u` is degree-distributed, as the modularity estimate asks (§5.4).
     """
 
     def __init__(self, indptr: IntArray, indices: IntArray, batch_edges: int, seed: int, upper_ptr: NDArray[np.int64] | None = None) -> None:

@@ -128,7 +128,7 @@ def _share_of_edges(edges: EdgeList, comm: Comm) -> EdgeList:
 
 
 class SampledBatches:
-    """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges (§3, §20).
+    """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges (§3.3, §11.1).
 
     `features` [N, F] is the store's array as it is: a mapped file stays on disk, in its own type, and only the rows of a batch are read.
     """

@@ -1,4 +1,4 @@
-"""Embeddings of chosen nodes on the unmasked graph, in eval mode, while training: for refreshes and initial labels (§1)."""
+"""Embeddings of chosen nodes on the unmasked graph, in eval mode, while training: for refreshes and initial labels (§8.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial labels behind one interface: a cluster id for every node and how sure we are of it (§1)."""
+"""Initial labels behind one interface: a cluster id for every node and how sure we are of it (§6.1)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def number_of_clusters(cfg: Config, graph: Graph, topology: Topology, comm: Comm
 
 
 def labels_by_kmeans(encoder: Encoder, embedder: Embedder, num_nodes: int, num_clusters: int, cfg: Config, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Collective: k-means on unit embeddings; confidence is the gap between the two nearest squared distances (§11).
+    """Collective: k-means on unit embeddings; confidence is the gap between the two nearest squared distances (§6.6).
 
     Up to 100,000 nodes are clustered as they are; beyond that k-means is fitted on a keyed sample and the rest is assigned in pieces.
     """
@@ -74,7 +74,7 @@ def labels_by_kmeans(encoder: Encoder, embedder: Embedder, num_nodes: int, num_c
 
 
 def method_for(init: str, num_nodes: int) -> str:
-    """What `cluster.init=auto` stands for: R-DGAE, whose loss looks at all pairs of nodes, on small graphs; Dink-Net beyond (§1); smoothed features
+    """What `cluster.init=auto` stands for: R-DGAE, whose loss looks at all pairs of nodes, on small graphs; Dink-Net beyond (§6.1); smoothed features
     on graphs where even that takes hours.
     """
     if init != "auto":

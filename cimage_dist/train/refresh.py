@@ -1,4 +1,4 @@
-"""The refresh: every few steps the trusted set is rebuilt and factors are scored (§1, §6, §8)."""
+"""The refresh: every few steps the trusted set is rebuilt and factors are scored (§8.2, §7, §6.7)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Refresher:
 
     def __call__(self, encoder: Encoder, step: int, previous: CIScores | None) -> tuple[CIScores, dict[str, Any]]:
         """Collective: (scores and partition, what to log). Embeddings that are not finite change
-        nothing; three times in a row is an error (§6.7).
+        nothing; three times in a row is an error (§12.1).
 
         Logged at every refresh: `jaccard_previous` of F1 with the one before. When diagnosing also
         `jaccard_permutations`: F1 is solved again with blocks drawn independently at this step

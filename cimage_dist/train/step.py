@@ -105,7 +105,7 @@ def _cluster_share(z: Tensor, batch: StepBatch, comm: Comm) -> Tensor:
 
 
 def objective(terms: dict[str, Tensor], cfg: Config) -> Tensor:
-    """L = λ0·L_st + λ1·L_ch + λ2·L_cl + λ3·L_red (§1); terms without a weight are absent."""
+    """L = λ0·L_st + λ1·L_ch + λ2·L_cl + λ3·L_red (§5.1); terms without a weight are absent."""
     loss = cfg.loss
     weight = {
         "structure": loss.structure_weight,

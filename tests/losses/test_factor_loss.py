@@ -1,4 +1,4 @@
-"""The factor reconstruction term (§5) against hand-computed values, and what it does to gradients."""
+"""The factor reconstruction term (§5.3) against hand-computed values, and what it does to gradients."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_the_plan_states_the_run(store_dir, digits, digits_plan):
     assert (sizes["gradients"], sizes["Adam's two moments"]) == (4 * parameters, 8 * parameters)
     assert digits_plan["graph"]["nodes"] == 1797 and digits_plan["graph"]["training_edges"] < digits_plan["graph"]["undirected_edges"]
     assert digits_plan["steps"]["total_steps"] == 60 and digits_plan["steps"]["refreshes"] == 6
-    # D² + D + 2 doubles of the HSIC statistics are among what a refresh reduces (§6.3)
+    # D² + D + 2 doubles of the HSIC statistics are among what a refresh reduces (§7.4)
     assert digits_plan["refresh"]["bytes_reduced"] > 8 * (256**2 + 256 + 2)
     json.dumps(digits_plan)
 
@@ -273,7 +273,7 @@ def test_a_thousand_gpus_on_papers100m_are_planned_without_data(tmp_path):
     plan = make_plan(load_config(*files, overrides=["resources.num_workers=1024", f"data.store_dir={tmp_path}"]))
     assert plan["graph"]["nodes"] == 111_059_956 and plan["resources"]["gpus"] == 1024
     assert plan["steps"]["edges_per_worker"] == [8, 8] and plan["steps"]["batches_per_epoch"] == -(-1_615_685_872 // 8192)
-    # modularity's D + 1 doubles (§7) and every gradient once
+    # modularity's D + 1 doubles (§5.4) and every gradient once
     sizes = [call["bytes_each"] for call in plan["step_collectives"]["calls"]]
     assert 8 * (256 + 1) in sizes and plan["step_collectives"]["bytes_reduced"] >= 4 * plan["model"]["parameters"]
     assert 40e9 < plan["graph"]["store_bytes"] < 50e9

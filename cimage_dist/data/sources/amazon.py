@@ -1,4 +1,4 @@
-"""Amazon Photo and Computers from the original npz files (§13: random 10/10/80 split)."""
+"""Amazon Photo and Computers from the original npz files (§2.2: random 10/10/80 split)."""
 
 from __future__ import annotations
 

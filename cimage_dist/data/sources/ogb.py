@@ -80,7 +80,7 @@ def _csv_features(path: Path) -> Iterator[Array]:
 
 
 def load(data: DataConfig) -> RawGraph:
-    """Official split as boolean masks (§13); papers100M labels most nodes with NaN, which means unlabelled."""
+    """Official split as boolean masks (§2.2); papers100M labels most nodes with NaN, which means unlabelled."""
     dataset = DATASETS[data.name]
     folder = find_raw(data, dataset.folder, dataset.files, _fetch(dataset))
     raw = folder / "raw"

@@ -1,4 +1,4 @@
-"""Cora, Citeseer and Pubmed from their raw `ind.*` files, without trusting the pickles (§13: public split, row-normalised)."""
+"""Cora, Citeseer and Pubmed from their raw `ind.*` files, without trusting the pickles (§2.2: public split, row-normalised)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops of neighbourhood routing for a few messages into one target, compiled (§2). Equations: see `nn/routing.py`.
+"""The loops of neighbourhood routing for a few messages into one target, compiled (§4.4). Equations: see `nn/routing.py`.
 
 All arrays come as pointers. Packed rows: K factors are padded to a multiple of LANES and laid out as [factors / LANES, channels, LANES], so that eight factors are
 worked on side by side, the softmax crosses lanes but twice, and a row is read front to back. `*_at` is an

@@ -1,4 +1,4 @@
-"""Routing on the CPU, compiled: all iterations of a target run in cache, nothing of size messages x width is made (§2).
+"""Routing on the CPU, compiled: all iterations of a target run in cache, nothing of size messages x width is made (§4.4).
 
 Targets are independent, so they are shared out among threads. In the backward pass a target repeats its iterations, walks back through them, and
 adds to the gradients of its neighbours while everything is in cache; each thread has a gradient of its own to add to, and these are summed

@@ -47,7 +47,7 @@ def forward(
     temperature: float,
     self_init: bool,
 ) -> Tensor:
-    """The routing (§2) of the targets first .. first + T of the unit rows l; [T, K, C], not normalised after the last round:
+    """The routing (§4.4) of the targets first .. first + T of the unit rows l; [T, K, C], not normalised after the last round:
 
     a = l[v] + Σ_u w·p·l[u];  q = a / ‖a‖;  p = softmax_k(<l[u], q> / τ)
     """
@@ -72,7 +72,7 @@ def backward(
     self_init: bool,
     through_all: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of l [N, K, C] and of the weights [E] from that of `forward`'s result (§2); through the last p only unless `through_all`."""
+    """Gradients of l [N, K, C] and of the weights [E] from that of `forward`'s result (§4.4); through the last p only unless `through_all`."""
     case = _prepare(l_NKC, first, indptr, indices, weight, iterations, temperature, self_init)
     grad_TKC, slots = grad_TKC.contiguous(), iterations if through_all else 1
     grad_NKC = torch.zeros_like(case.l_NKC, dtype=case.acc)
