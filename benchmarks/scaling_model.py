@@ -22,14 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cimage_dist.ci.hsic import repeats_for
-from cimage_dist.ci.kernels import packed_size
+from cimage_dist.ci.hsic import packed_size, repeats_for
 from cimage_dist.config_loading import load_config
-from cimage_dist.planning.batch import neighbourhood
-from cimage_dist.planning.checks import num_clusters
-from cimage_dist.planning.memory import refresh_rows, score_width
+from cimage_dist.planning.memory import num_clusters, refresh_rows, score_width
 from cimage_dist.planning.play import hop_rows, play
-from cimage_dist.planning.sizes import graph_size, training_edges
+from cimage_dist.planning.sizes import graph_size, neighbourhood, training_edges
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = ROOT / "benchmarks" / "results" / "scaling_constants.json"

@@ -10,7 +10,7 @@ from torch import Tensor
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config, to_yaml
-from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir

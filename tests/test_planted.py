@@ -25,7 +25,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
-from cimage_dist.nn.tail import gcn_smooth
+from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.train import loop
 from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import Refresher

@@ -18,8 +18,7 @@ from cimage_dist.baselines.autoencoders import (
     non_edges,
 )
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import minimise, propagation, seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import minimise, prepared, propagation, seeded
 
 
 def loss(model: ARGVA, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:

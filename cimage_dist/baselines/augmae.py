@@ -30,8 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import prepared, seeded
 from cimage_dist.baselines.graphmae2 import (
     attention_layer,
     cosine_decay,

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import prepared, seeded
 from cimage_dist.baselines.maskgae import (
     MLP,
     SCORE_BLOCK,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.utils import dropout_edge, mask_feature
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import GCN, minimise, propagation, seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import GCN, minimise, prepared, propagation, seeded
 
 
 def standardised(z: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from torch_geometric.nn import GAE
 
 from cimage_dist.baselines.autoencoders import dot_products, edge_keys, encoder, non_edges
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import minimise, propagation, seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import minimise, prepared, propagation, seeded
 
 
 def loss(model: GAE, x: Tensor, p: Tensor, edges: Tensor, others: Tensor) -> Tensor:

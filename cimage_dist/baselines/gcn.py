@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy, dropout
 from torch_geometric.nn import GCNConv
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import propagation, seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import prepared, propagation, seeded
 from cimage_dist.errors import UserError
 
 

@@ -35,8 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GATConv
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import prepared, seeded
 
 max_nodes = 25_000  # the contrast costs N^2 time in every epoch; memory stays at ROWS x N
 ROWS = 2048  # rows of similarities held at a time

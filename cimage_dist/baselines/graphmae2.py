@@ -24,8 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch_geometric.nn import GATConv
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import prepared, seeded
 
 PROJECTOR_WIDTH = 256  # hidden width of p, fixed in the authors' program
 

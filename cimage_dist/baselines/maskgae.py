@@ -25,8 +25,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import csr, seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import csr, prepared, seeded
 from cimage_dist.config import MaskConfig
 from cimage_dist.sampling.masking import PathMasker
 from cimage_dist.types import Topology

@@ -14,8 +14,7 @@ from torch_geometric.utils import subgraph
 
 from cimage_dist.baselines.base import Fitted, Graph, Step
 from cimage_dist.baselines.dgi import readout
-from cimage_dist.baselines.encoders import csr, minimise, propagation, seeded
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import csr, minimise, prepared, propagation, seeded
 from cimage_dist.errors import UserError
 
 max_nodes = 25_000  # the diffusion is dense: 2.5 GB there, and its inversion needs three times that

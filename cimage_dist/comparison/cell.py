@@ -24,7 +24,7 @@ from torch import Tensor
 from cimage_dist.baselines import base
 from cimage_dist.baselines.registry import OWN
 from cimage_dist.config import Config, fingerprint
-from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import PairScore, row_scores

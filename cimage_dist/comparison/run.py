@@ -17,8 +17,8 @@ from cimage_dist.comparison.summary import summarise
 from cimage_dist.comparison.table import as_text
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config
-from cimage_dist.data.holdout import training_graph
 from cimage_dist.data.ingest import data_of, open_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts, environment

@@ -1,4 +1,7 @@
-"""Which nodes and edges are learned from and which are kept back (§2.2, §2.3). Every draw is keyed by (seed, id)."""
+"""Which edges training may see.
+
+Which nodes and edges are learned from and which are kept back (§2.2, §2.3). Every draw is keyed by (seed, id).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,24 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.config import DataConfig
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.types import LinkSplit, NodeSplit, Topology
 
 if TYPE_CHECKING:
     from cimage_dist.data.store import Graph
+
+
+def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology, LinkSplit | None]:
+    """The topology that message passing, positives and embeddings use, and the held-out edges when there are any.
+
+    With data.holdout_edges=link no validation or test edge is in that topology, in either direction (§2.3).
+    """
+    topology = graph.topology()
+    if data.holdout_edges == "none":
+        return topology, None
+    split = link_split(topology, data, seed)
+    return split.train, split
 
 
 def node_split(graph: Graph, data: DataConfig, seed: int) -> NodeSplit:

@@ -27,8 +27,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config, run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.distributed.session import start_ray, uses_gpu
-from cimage_dist.distributed.storage_check import check_storage
+from cimage_dist.distributed.session import check_storage, start_ray, uses_gpu
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir, write_text

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.eval.logistic import unit_rows
-from cimage_dist.eval.pool import PoolScore, make_pool, pool_score, score_rows
+from cimage_dist.eval.probe import PoolScore, make_pool, pool_score, score_rows
 from cimage_dist.types import NodeSplit, Topology
 
 HOPS = (1, 2, 3, 4, 6, 8)

@@ -1,4 +1,7 @@
-"""All scores of one embedding matrix, as they are written to eval.json."""
+"""k-means on embeddings, scored against labels and graph (§6.6, §9.6).
+
+All scores of one embedding matrix, as they are written to eval.json.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,29 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
-from cimage_dist.eval.clustering import score_clustering
-from cimage_dist.eval.pool import make_pool, pool_score
-from cimage_dist.eval.probe import linear_probe
+from cimage_dist.eval.probe import linear_probe, make_pool, pool_score
+from cimage_dist.pseudo.kmeans import kmeans
+from cimage_dist.pseudo.metrics import cluster_scores, contingency, hard_modularity
 from cimage_dist.types import NodeSplit, Topology
+
+
+def score_clustering(z: Tensor, y: Tensor | None, num_clusters: int, topology: Topology, seed: int, restarts: int) -> dict[str, float]:
+    """acc, nmi, ari, f1 in percent and the plain modularity of k-means on row-normalised embeddings; without labels the modularity alone.
+
+    z [N, D]; y int64 [N] with -1 for unknown. Nodes of unknown label are clustered too, but not scored.
+    """
+    labels = kmeans(F.normalize(z.float(), dim=1, eps=1e-12), num_clusters, seed=seed, restarts=restarts).labels
+    scores: dict[str, float] = {}
+    if y is not None and bool((y >= 0).any()):
+        table = contingency(labels, y.to(labels.device), num_clusters, 1 + int(y.max()))
+        scores = {name: 100.0 * value for name, value in cluster_scores(table).items()}
+    return {**scores, "modularity": hard_modularity(labels.to(topology.indices.device), topology)}
+
 
 FewSplit = Callable[[int, int], NodeSplit]
 

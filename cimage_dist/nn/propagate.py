@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cimage_dist.nn.messages import Grouped, Hops, add_weighted
-from cimage_dist.nn.tail import gcn_weights
+from cimage_dist.nn.messages import Grouped, Hops, add_weighted, gcn_weights
 from cimage_dist.types import EdgeList
 
 

@@ -25,16 +25,16 @@ from torch import Tensor
 
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config, to_yaml
-from cimage_dist.data.holdout import training_graph
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.io.rows import RowFiles, Rows, describe_parts, step_of
 from cimage_dist.nn.inference import MAX_FLOATS, encode_rows, num_stages, reach
 from cimage_dist.nn.model import CimageModel, model_from_weights
-from cimage_dist.train.embedder import SampledEmbedder
 from cimage_dist.train.loop import pick_device
+from cimage_dist.train.refresh import SampledEmbedder
 
 PART_ROWS = 65_536
 MAX_PARTS = 512  # a process keeps a part open for each

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from cimage_dist.config import Config, DataConfig, ModelConfig, describe_objective, fingerprint, run_dir
-from cimage_dist.data.holdout import training_graph
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import STEPS, choose, pagerank_features, principal_components, smooth_features
-from cimage_dist.eval.links import PairScore, link_scores, pick_score, row_scores
+from cimage_dist.eval.links import PairScore, link_scores, model_scores, pick_score, row_scores
 from cimage_dist.eval.score import score_embedding
-from cimage_dist.eval.validation import model_scores
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.inference import embed_graph

@@ -25,12 +25,11 @@ from cimage_dist.config import (
     run_dir,
 )
 from cimage_dist.config_loading import load_config, to_yaml
-from cimage_dist.data.holdout import training_graph
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.splits import node_split
+from cimage_dist.data.splits import node_split, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.validation import make_validator, why_unvalidated
+from cimage_dist.eval.links import make_validator, why_unvalidated
 from cimage_dist.io import artifacts, checkpoint, environment
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.io.rows import RowFiles, add_parquet, describe_parts, load_rows, step_of

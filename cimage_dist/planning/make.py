@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 
-from cimage_dist.ci.hsic import repeats_for
-from cimage_dist.ci.kernels import packed_size
+from cimage_dist.ci.hsic import packed_size, repeats_for
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
-from cimage_dist.planning.batch import masked_edges, rows_per_step, slices
-from cimage_dist.planning.checks import advice, check, num_clusters
-from cimage_dist.planning.fake import Call
-from cimage_dist.planning.memory import Memory, estimate, refresh_rows, score_width
-from cimage_dist.planning.play import Played, Rows, play
-from cimage_dist.planning.sizes import GraphSize, graph_size, training_edges
+from cimage_dist.planning.memory import Memory, advice, check, estimate, num_clusters, refresh_rows, score_width
+from cimage_dist.planning.play import Call, Played, Rows, play
+from cimage_dist.planning.sizes import GraphSize, graph_size, masked_edges, rows_per_step, slices, training_edges
 from cimage_dist.train.teleport import FALLBACK
 
 _GB = 1e9

@@ -1,4 +1,7 @@
-"""A few real training steps of one rank on a small made-up graph: which collectives they need and what they keep in memory."""
+"""One process that plays one rank of a large world: collectives answer at once, as if every rank held what this one holds, and are recorded.
+
+A few real training steps of one rank on a small made-up graph: which collectives they need and what they keep in memory.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,113 @@ import contextlib
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from cimage_dist import keyed
+from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.build import csc_in_memory
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted
 from cimage_dist.nn.features import SparseRows
 from cimage_dist.nn.model import View
-from cimage_dist.planning.fake import Call, FakeComm, fake_comm, record_gradients
 from cimage_dist.train.batches import StepBatch
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.train.step import PseudoLabels
 from cimage_dist.types import EdgeList
+
+
+class Call(NamedTuple):
+    """A collective as the network sees it: `size` bytes that each rank puts in."""
+
+    operation: str
+    size: int
+    dtype: str
+
+
+def call_of(operation: str, x: Tensor) -> Call:
+    return Call(operation, x.numel() * x.element_size(), str(x.dtype).removeprefix("torch."))
+
+
+class FakeComm(Comm):
+    """Rank `rank` of `world_size` equal ranks: a sum is `world_size` times the input, a gather repeats it. Results have the right shapes and types.
+
+    `group` is the one-process group that DistributedDataParallel asks for.
+    """
+
+    def __init__(self, rank: int, world_size: int, group: Any = None) -> None:
+        self.group = group
+        self.is_distributed = group is not None
+        self.rank, self.world = rank, world_size
+        self.calls: list[Call] = []
+
+    def _record(self, operation: str, x: Tensor) -> None:
+        if self.world > 1:
+            self.calls.append(call_of(operation, x))
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._record("all_reduce", x)
+        return x.detach() * self.world
+
+    def grad_sum(self, x: Tensor) -> Tensor:
+        self._record("all_reduce", x)
+        out = x * self.world
+        if out.requires_grad:
+            out.register_hook(lambda grad: self._record("all_reduce", grad))
+        return out
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        self._record("all_gather", torch.empty(1, dtype=torch.int64))
+        self._record("all_gather", x)
+        return x if self.world == 1 else x.repeat(self.world, *[1] * (x.dim() - 1))
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        self._record("broadcast", x)
+        return x.detach().clone()
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        self._record("broadcast", torch.empty(0))  # its pickled size is known to the sender only
+        return value
+
+    def barrier(self) -> None:
+        self._record("barrier", torch.empty(0))
+
+
+def record_gradients(wrapped: nn.Module, calls: list[Call]) -> None:
+    """Note every bucket of gradients that DistributedDataParallel would reduce, and leave it as it is."""
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+
+    def done(bucket: Any) -> torch.futures.Future[Tensor]:
+        calls.append(call_of("all_reduce", bucket.buffer()))
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    # A lambda, because DistributedDataParallel reads annotations and does not resolve postponed ones.
+    wrapped.register_comm_hook(None, lambda state, bucket: done(bucket))
+
+
+@contextlib.contextmanager
+def fake_comm(world_size: int) -> Iterator[FakeComm]:
+    """Rank 0 of `world_size`, with a process group of this process alone, ended afterwards."""
+    if world_size == 1:
+        yield FakeComm(0, 1)
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield FakeComm(0, world_size, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
 
 Rows = dict[str, float]
 SECOND = ", second view"

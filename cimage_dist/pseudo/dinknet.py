@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.nn.features import Features
-from cimage_dist.pseudo.descent import step_on
-from cimage_dist.pseudo.dinknet_graph import Batch, Nodes
-from cimage_dist.pseudo.dinknet_model import DinkNet, clustering_loss, discrimination_loss, masked_columns, project_to_ball
+from cimage_dist.pseudo.dinknet_model import Batch, DinkNet, Nodes, clustering_loss, discrimination_loss, masked_columns, project_to_ball
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.propagated import Tick, check_input, sampled
+from cimage_dist.pseudo.rdgae import step_on
 from cimage_dist.types import Topology
 
 _FULL_BATCH_NODES = 25_000

@@ -1,4 +1,7 @@
-"""Sharded k-means (§6.6): assign locally, reduce sums. Shapes: N local rows, D width, C clusters, S sampled rows, L candidates."""
+"""The inner loop of k-means on a processor: nearest centre and sums of a chunk in one reading. Shapes: n rows, D width, C clusters.
+
+Sharded k-means (§6.6): assign locally, reduce sums. Shapes: N local rows, D width, C clusters, S sampled rows, L candidates.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numba
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +19,34 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.pseudo.kmeans_cpu import add_chunk
+
+# Rows are finite by the time they get here; sums over a row may be taken in vector order.
+_FAST = {"nnan", "ninf", "nsz", "reassoc", "contract"}
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FAST)
+def add_chunk(rows_nD: Any, score_nC: Any, labels_n: Any, nearest_n: Any, sums_CD: Any, counts_C: Any) -> float:
+    """Fill labels (lowest score, ties to the lowest id) and nearest = ‖x‖² + score; add the rows to `sums`, 1 to `counts`; returns Σ nearest."""
+    total = 0.0
+    for i in range(rows_nD.shape[0]):
+        lowest = score_nC[i, 0]
+        for c in range(1, score_nC.shape[1]):
+            lowest = min(lowest, score_nC[i, c])
+        label = 0
+        while score_nC[i, label] != lowest:
+            label += 1
+        row, kept = rows_nD[i], sums_CD[label]
+        square = rows_nD.dtype.type(0)
+        for j in range(row.size):
+            square += row[j] * row[j]
+        for j in range(row.size):
+            kept[j] += row[j]
+        labels_n[i] = label
+        nearest_n[i] = max(square + lowest, rows_nD.dtype.type(0))
+        counts_C[label] += 1.0
+        total += nearest_n[i]
+    return total
+
 
 CHUNK_ROWS = 4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
 _SAMPLE_PER_CLUSTER = 256

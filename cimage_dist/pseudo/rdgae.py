@@ -1,29 +1,76 @@
-"""R-DGAE (§6.3): a graph auto-encoder whose embedding is clustered while it learns, from trusted nodes and on a corrected graph.
+"""Several soft clusterings of the same nodes made into one. Shapes: M members, N nodes, C clusters.
+
+One step of gradient descent that all ranks make alike.
+
+R-DGAE (§6.3): a graph auto-encoder whose embedding is clustered while it learns, from trusted nodes and on a corrected graph.
 
 Shapes: N nodes, F features, H hidden, D width of the embedding, C clusters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.nn.features import Features
-from cimage_dist.nn.messages import weighted_sum
-from cimage_dist.nn.tail import gcn_smooth
-from cimage_dist.pseudo.consensus import consensus
-from cimage_dist.pseudo.descent import step_on
+from cimage_dist.nn.messages import gcn_smooth, weighted_sum
 from cimage_dist.pseudo.kmeans import kmeans
 from cimage_dist.pseudo.metrics import hard_modularity
-from cimage_dist.pseudo.rdgae_graph import TargetGraph, TrustedNodes
-from cimage_dist.pseudo.rdgae_loss import clustering_loss, log_assignments, reconstruction_loss, sampled_reconstruction_loss, squared_distances
+from cimage_dist.pseudo.rdgae_loss import (
+    TargetGraph,
+    TrustedNodes,
+    clustering_loss,
+    log_assignments,
+    reconstruction_loss,
+    sampled_reconstruction_loss,
+    squared_distances,
+)
 from cimage_dist.types import EdgeList, Topology
+
+_ROUNDS = 3
+
+
+def consensus(members: Sequence[Tensor], reference: int = 0) -> Tensor:
+    """The mean of M soft assignments q [N, C] after renumbering each to agree best with the others; float64 [N, C], rows sum to 1.
+
+    Clusters carry arbitrary numbers, so each member is matched to a base by the permutation π that maximises Σ_i Σ_c base_ic q_i,π(c)
+    (the assignment problem). The base is the reference member at first, then the mean so far. A member that found nothing has nearly
+    uniform rows and so hardly a vote.
+    """
+    votes = [q.to(torch.float64) for q in members]
+    base_NC = votes[reference]
+    for _ in range(_ROUNDS):
+        base_NC = torch.stack([q[:, _matching(base_NC, q)] for q in votes]).mean(0)
+    return base_NC
+
+
+def _matching(base_NC: Tensor, q_NC: Tensor) -> Tensor:
+    """The cluster of q that stands for each cluster of the base, int64 [C]."""
+    agreement = (base_NC.t() @ q_NC).cpu().numpy()
+    _, columns = linear_sum_assignment(-agreement)
+    return torch.from_numpy(columns.astype(np.int64)).to(q_NC.device)
+
+
+def step_on(share: Tensor, optimiser: torch.optim.Optimizer, comm: Comm, method: str) -> float:
+    """Collective: one step of the optimiser on the sum of all ranks' shares; returns that sum. Parameters stay alike everywhere."""
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    grads = torch.autograd.grad(share, parameters, materialize_grads=True)
+    total = comm.sum(torch.cat([share.detach().reshape(1), *(g.flatten() for g in grads)]))
+    if not bool(total.isfinite().all()):
+        raise UserError(f"{method} diverged: its loss or gradients are no longer finite. Check the features for huge values, or lower the learning rate.")
+    for p, grad in zip(parameters, total[1:].split([p.numel() for p in parameters]), strict=True):
+        p.grad = grad.view_as(p)
+    optimiser.step()
+    return float(total[0])
+
 
 Tick = Callable[[int, int, dict[str, float], str], None]
 

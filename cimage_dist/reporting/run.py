@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
-from cimage_dist.data.holdout import training_graph
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import FIXED_HOPS
@@ -29,7 +29,7 @@ from cimage_dist.reporting.charts import Chart, bars, table
 from cimage_dist.reporting.page import section, write_page
 from cimage_dist.reporting.terminal import changed_settings, footnotes, read_metrics, score_table
 from cimage_dist.reporting.training import cost_charts, loss_charts, of_kind, partition_charts
-from cimage_dist.train.embedder import FullEmbedder, SampledEmbedder
+from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 
 Note = Callable[[str], None]
 _HSIC_ROWS = 2_000

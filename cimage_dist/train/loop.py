@@ -20,7 +20,7 @@ from cimage_dist import keyed
 from cimage_dist.ci.hsic import HsicStats
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, OptimConfig, describe_encoder
-from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import checkpoint
@@ -30,11 +30,9 @@ from cimage_dist.nn.features import Features, compact
 from cimage_dist.nn.model import CimageModel, build_model, needs_moments, norm_kind
 from cimage_dist.nn.norm import BatchNorm, settle
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
-from cimage_dist.train.embedder import Embedder, FullEmbedder, SampledEmbedder
-from cimage_dist.train.initial import initial_labels
-from cimage_dist.train.initial_labels import LabelSet
-from cimage_dist.train.meter import Meter
-from cimage_dist.train.refresh import Refresher, random_scores, redrawn_scores
+from cimage_dist.train.initial import LabelSet, initial_labels
+from cimage_dist.train.progress import Meter
+from cimage_dist.train.refresh import Embedder, FullEmbedder, Refresher, SampledEmbedder, random_scores, redrawn_scores
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import PseudoLabels, objective, train_step
 from cimage_dist.train.teleport import fit_to_graph

@@ -24,9 +24,9 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.store import Graph
+from cimage_dist.nn.encoder import principal_directions
 from cimage_dist.nn.inference import range_edges
 from cimage_dist.nn.messages import Hops
-from cimage_dist.nn.pca_start import principal_directions
 from cimage_dist.nn.propagate import propagate
 from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.types import EdgeList, FeatureMoments, Topology

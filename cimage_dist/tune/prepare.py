@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 from cimage_dist.config import Config
 from cimage_dist.config_loading import to_yaml
-from cimage_dist.data.holdout import training_graph
 from cimage_dist.data.ingest import ingest, open_graph
-from cimage_dist.data.splits import node_split
+from cimage_dist.data.splits import node_split, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.validation import make_validator
+from cimage_dist.eval.links import make_validator
 from cimage_dist.io import artifacts
 from cimage_dist.tune.ledger import Ledger
 from cimage_dist.tune.spec import Sweep

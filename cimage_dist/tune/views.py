@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cimage_dist.config import Config
-from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.eval.probe import linear_probe
 from cimage_dist.nn.inference import embed_graph

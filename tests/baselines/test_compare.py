@@ -23,8 +23,8 @@ from cimage_dist.comparison.summary import summarise
 from cimage_dist.comparison.table import as_text
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
-from cimage_dist.data.holdout import training_graph
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.errors import UserError
 from cimage_dist.pipeline.stages import node_split_or_reason
 from cimage_dist.train.progress import Progress

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from cimage_dist.baselines import gcn
-from cimage_dist.baselines.features import prepared
+from cimage_dist.baselines.encoders import prepared
 from cimage_dist.errors import UserError
 from tests.baselines.convolution import (
     Small,

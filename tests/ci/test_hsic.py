@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cimage_dist.ci.hsic import HsicStats, averaged, block_statistics, class_blocks, conditional_statistics, draw_blocks, repeats_for
-from cimage_dist.ci.kernels import centred_delta, centred_gaussian
+from cimage_dist.ci.hsic import (
+    HsicStats,
+    averaged,
+    block_statistics,
+    centred_delta,
+    centred_gaussian,
+    class_blocks,
+    conditional_statistics,
+    draw_blocks,
+    repeats_for,
+)
 from cimage_dist.errors import UserError
 from tests import reference
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cimage_dist.ci.grouped import class_quota, smallest_per_group
-from cimage_dist.ci.pseudolabels import grow_confident, select_confident
+from cimage_dist.ci.pseudolabels import class_quota, grow_confident, select_confident, smallest_per_group
 from cimage_dist.errors import UserError
 from tests import reference
 

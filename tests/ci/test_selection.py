@@ -8,8 +8,7 @@ import torch
 from scipy.optimize import nnls
 
 from cimage_dist.ci.hsic import HsicStats, block_statistics
-from cimage_dist.ci.quadratic import invert, jacobi, nonnegative_qp
-from cimage_dist.ci.selection import prepare_vi, solve_nnlasso, solve_vi
+from cimage_dist.ci.selection import invert, jacobi, nonnegative_qp, prepare_vi, solve_nnlasso, solve_vi
 from tests import reference
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cimage_dist.config import DataConfig
-from cimage_dist.data import features
+from cimage_dist.data import moments as features
 from cimage_dist.data.build import csc_in_memory
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cimage_dist.eval.pool import MOST_DRAWS, make_pool, pool_score
+from cimage_dist.eval.probe import MOST_DRAWS, make_pool, pool_score
 from cimage_dist.types import NodeSplit
 
 NUM_NODES = 400

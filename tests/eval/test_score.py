@@ -10,9 +10,8 @@ from torch import Tensor
 
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
-from cimage_dist.eval.clustering import score_clustering
 from cimage_dist.eval.controls import smooth_features
-from cimage_dist.eval.score import score_embedding
+from cimage_dist.eval.score import score_clustering, score_embedding
 from cimage_dist.types import NodeSplit, Topology
 
 NUM_NODES = 120

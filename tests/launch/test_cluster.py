@@ -168,7 +168,7 @@ import sys
 from pathlib import Path
 import ray
 from cimage_dist.errors import UserError
-from cimage_dist.distributed.storage_check import check_storage
+from cimage_dist.distributed.session import check_storage
 ray.init(log_to_driver=False, logging_level="ERROR")
 print("nodes", sum(node["Alive"] for node in ray.nodes()))
 try:

@@ -378,7 +378,7 @@ def test_relative_paths_lie_below_the_storage_folder(monkeypatch, tmp_path):
 
 
 def test_a_run_directory_in_rays_copy_is_refused(tmp_path):
-    from cimage_dist.distributed.storage_check import check_storage
+    from cimage_dist.distributed.session import check_storage
 
     with pytest.raises(UserError, match="CIMAGE_STORAGE"):
         check_storage(tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1" / "runs")

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cimage_dist.nn.dropout import dropout
-from cimage_dist.nn.features import SparseRows, compact, project_rows
+from cimage_dist.nn.features import SparseRows, compact, dropout, project_rows
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.nn.kernels.cpu.threads import run_parts
 from tests.graphs import random_topology

@@ -5,11 +5,10 @@ import torch
 
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
-from cimage_dist.nn.encoder import Encoder
+from cimage_dist.nn.encoder import Encoder, principal_directions, start_from_pca
 from cimage_dist.nn.inference import encode_graph, encode_rows, num_stages
 from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.model import build_model
-from cimage_dist.nn.pca_start import principal_directions, start_from_pca
 from cimage_dist.nn.propagate import propagate
 from cimage_dist.types import EdgeList, FeatureMoments, Topology
 from tests.graphs import random_topology, topology_from_pairs
@@ -105,7 +104,7 @@ def test_wider_than_the_rank_keeps_all_distances():
 def test_wide_features_find_the_same_directions(as_factor, monkeypatch):
     x = torch.randn(80, 40, dtype=torch.float64) * torch.logspace(1, -2, 40).double()
     exact = principal_directions(moments_of(x), 5, key=1)
-    monkeypatch.setattr("cimage_dist.nn.pca_start._EXACT_BELOW", 8)
+    monkeypatch.setattr("cimage_dist.nn.encoder._EXACT_BELOW", 8)
     found = principal_directions(moments_of(x, as_factor), 5, key=1)
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)
 

@@ -11,8 +11,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.pseudo.dinknet import _Run, dinknet_labels
-from cimage_dist.pseudo.dinknet_graph import Nodes
-from cimage_dist.pseudo.dinknet_model import clustering_loss, discrimination_loss
+from cimage_dist.pseudo.dinknet_model import Nodes, clustering_loss, discrimination_loss
 from cimage_dist.pseudo.propagated import PropagatedSettings, propagated_labels
 from tests.procs import run_ranks
 from tests.pseudo.test_dinknet import NUM_FEATURES, NUM_NODES, QUICK, WIDTH, toy

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cimage_dist.config import Config
-from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts

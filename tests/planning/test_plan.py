@@ -20,13 +20,11 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.nn.model import build_model
-from cimage_dist.planning.batch import neighbourhood, rows_per_step
-from cimage_dist.planning.fake import Call, FakeComm, call_of
 from cimage_dist.planning.make import make_plan, summarise
 from cimage_dist.planning.memory import Memory, Part
-from cimage_dist.planning.play import batch_tensors, play, rows_of
+from cimage_dist.planning.play import Call, FakeComm, batch_tensors, call_of, play, rows_of
 from cimage_dist.planning.report import print_plan
-from cimage_dist.planning.sizes import PUBLISHED, graph_size, training_edges
+from cimage_dist.planning.sizes import PUBLISHED, graph_size, neighbourhood, rows_per_step, training_edges
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink

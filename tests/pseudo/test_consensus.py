@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from cimage_dist.pseudo.consensus import consensus
+from cimage_dist.pseudo.rdgae import consensus
 
 
 def blurred(labels: torch.Tensor, num_clusters: int, share_wrong: float, generator: torch.Generator) -> torch.Tensor:

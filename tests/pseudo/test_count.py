@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cimage_dist.pseudo.count import MOST, candidates, estimate_clusters
-from cimage_dist.pseudo.propagated import PropagatedSettings
+from cimage_dist.pseudo.propagated import MOST, PropagatedSettings, candidates, estimate_clusters
 from tests.graphs import planted_blocks
 
 

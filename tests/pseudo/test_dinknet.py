@@ -16,11 +16,10 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.nn.features import Features
-from cimage_dist.pseudo.descent import step_on
 from cimage_dist.pseudo.dinknet import DinkNetSettings, _Run, dinknet_labels, settings_for
-from cimage_dist.pseudo.dinknet_graph import Nodes, row_factors
-from cimage_dist.pseudo.dinknet_model import DinkNet, clustering_loss, discrimination_loss, masked_columns, project_to_ball
+from cimage_dist.pseudo.dinknet_model import DinkNet, Nodes, clustering_loss, discrimination_loss, masked_columns, project_to_ball, row_factors
 from cimage_dist.pseudo.metrics import hard_modularity
+from cimage_dist.pseudo.rdgae import step_on
 from cimage_dist.types import Topology
 from tests.graphs import random_topology
 from tests.pseudo.test_propagated import dense_gcn, planted, sparse

@@ -15,7 +15,7 @@ from cimage_dist.nn.features import SparseRows, compact
 from cimage_dist.pseudo import rdgae_loss
 from cimage_dist.pseudo.metrics import contingency, matched_accuracy
 from cimage_dist.pseudo.rdgae import Encoder, RDGAESettings, rdgae_labels, restored_counts, settings_for
-from cimage_dist.pseudo.rdgae_graph import TargetGraph, TrustedNodes
+from cimage_dist.pseudo.rdgae_loss import TargetGraph, TrustedNodes
 from cimage_dist.types import Topology
 from tests.graphs import random_topology, topology_from_pairs
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from cimage_dist.sampling.bijection import Bijection
+from cimage_dist.sampling.seeds import Bijection
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 97, 256, 1000, 4096, 4099, 20_011])

@@ -10,9 +10,9 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.nn.inference import encode_graph
-from cimage_dist.train import embedder as embedder_module
-from cimage_dist.train.embedder import FullEmbedder, SampledEmbedder
+from cimage_dist.train import refresh as embedder_module
 from cimage_dist.train.loop import Trainer
+from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 from tests.settings import ROUTING, small_sbm_config
 
 MODEL = [*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3", "model.dropout=0.5"]

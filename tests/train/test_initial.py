@@ -19,8 +19,7 @@ from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.pseudo.metrics import contingency
 from cimage_dist.pseudo.metrics import nmi as table_nmi
 from cimage_dist.train import initial, loop
-from cimage_dist.train.initial import initial_labels, labels_by_kmeans, method_for, number_of_clusters
-from cimage_dist.train.initial_labels import LabelSet, labels_from_file
+from cimage_dist.train.initial import LabelSet, initial_labels, labels_by_kmeans, labels_from_file, method_for, number_of_clusters
 from cimage_dist.train.loop import Trainer, worker
 from cimage_dist.train.sink import MemorySink
 from tests.settings import changed, small_sbm_config

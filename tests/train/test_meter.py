@@ -13,7 +13,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.train.loop import worker
-from cimage_dist.train.meter import Meter
+from cimage_dist.train.progress import Meter
 from cimage_dist.train.sink import LocalSink, MemorySink
 from tests.settings import small_sbm_config
 
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_due_by_the_clock(store_dir, small_sbm):
 
 def test_the_clock_starts_anew_with_each_checkpoint(store_dir, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("cimage_dist.train.meter.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("cimage_dist.train.progress.time.perf_counter", lambda: now[0])
     meter = Meter(small_sbm_config(store_dir, "run.checkpoint_minutes=2"), torch.device("cpu"))
     now[0] = 119.0
     assert not meter.is_checkpoint_due()

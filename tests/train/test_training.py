@@ -11,7 +11,7 @@ import torch
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
-from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
@@ -20,8 +20,7 @@ from cimage_dist.reporting.terminal import read_metrics
 from cimage_dist.sampling.masking import edge_keys, is_edge
 from cimage_dist.train.batches import FullGraphBatches
 from cimage_dist.train.loop import worker
-from cimage_dist.train.meter import MEASURED
-from cimage_dist.train.progress import Progress
+from cimage_dist.train.progress import MEASURED, Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
 from tests.conftest import small_sbm_settings
 from tests.settings import ROUTING
