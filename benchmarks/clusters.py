@@ -18,7 +18,7 @@ from hardware import facts
 from experiments.cell import code_commit
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "clusters"
+RESULTS = ROOT / "experiments" / "results" / "clusters"
 DOCUMENT = ROOT / "docs" / "RESULTS.md"
 BEGIN, END = "<!-- clusters: begin -->", "<!-- clusters: end -->"
 COLUMNS = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "f1": "F1", "modularity": "modularity", "acc_s": "ACC on S"}

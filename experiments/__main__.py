@@ -71,11 +71,11 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--seeds is {args.seeds}; give at least 1.")
     if args.jobs < 0:
         raise UserError(f"--jobs is {args.jobs}; give at least 1, or 0 for one run per core.")
+    if args.page:
+        return _page(tables, args)
     old = sorted({cell.folder for t in tables for cell in t.cells() if outdated(cell, args.results)})
     if args.list:
         return _list(tables, old, args)
-    if args.page:
-        return _page(tables, args)
     cells = [] if args.render else [c for c in missing(tables, args.results) if args.seeds is None or c.seed < args.seeds]
     failed = _make(cells, args) if cells else []
     if args.document.is_file():

@@ -111,7 +111,7 @@ class Cell:
     def command(self) -> str:
         """What makes this run again, apart from the tables."""
         if self.extra:
-            return " ".join(["python", *self.work(Path("runs/again"), Path("runs/bench"))])
+            return " ".join(["python", *self.work(Path("runs/again"), Path("runs/experiments"))])
         on_ray = [] if _loaded(self.config, self.overrides).resources.num_workers == 1 else ["--on ray"]
         return " ".join(["cimage pretrain", self.config, *self.changes, f"run.seed={self.seed}", *on_ray])
 

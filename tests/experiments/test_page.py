@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cimage_dist.cli.main import main
 from cimage_dist.reporting.figures import write_figures
+from experiments.__main__ import main
 from experiments.page import charts_of, write_tables_page
 from experiments.spec import Table
 from tests.reporting.conftest import LOOKS, looked_at
@@ -80,7 +80,7 @@ def test_in_a_browser(results, browser, width, scheme):
 
 def test_the_command(results, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert main(["report", str(results), "--figures", str(tmp_path / "figures")]) == 0
+    assert main(["--page", "--results", str(results), "--figures", str(tmp_path / "figures")]) == 0
     assert "report.html" in capsys.readouterr().out and (results / "report.html").is_file()
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert "node-classification-cora.svg" in names and len(write_figures(charts_of(table("node"), results), tmp_path / "more")) == 4

@@ -254,7 +254,7 @@ def test_kernels_compile_without_a_device(compiled, tmp_path, arch, dtype, round
 
 
 def test_triton_is_not_imported_before_it_is_needed():
-    code = "import sys; from cimage_dist.nn import routing_triton; routing_triton.is_available(); print('triton' in sys.modules)"
+    code = "import sys; from cimage_dist.nn.kernels.triton import routing as routing_triton; routing_triton.is_available(); print('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 

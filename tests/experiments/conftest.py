@@ -1,0 +1,3 @@
+"""The browser of the report tests."""
+
+from tests.reporting.conftest import browser as browser
