@@ -124,7 +124,7 @@ class ModelConfig:
     norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
         "auto", "normalisation of the projection's first layer; auto: none with init=pca, else batch on the full graph, moments when sampled"
     )
-    num_layers: int = opt(0, "layers after the projection, as many hops; 0: by the graph's size and density, 2 to 6")
+    num_layers: int = opt(0, "layers after the projection, as many hops; 0: by the graph's size and density, 2 to 6, no fewer than sampled hops")
     routing_iterations: int = opt(4, "T, iterations inside a routing layer")
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
     routing_init: Literal["uniform", "self"] = opt("uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)")
@@ -170,7 +170,7 @@ class MaskConfig:
     start_rate: float = opt(0.2, "share of nodes (or edges) from which a masking walk starts")
     walk_length: int = opt(3, "steps of each masking walk")
     start: Literal["node", "edge"] = opt("node", "walks start from nodes, or from the sources of edges")
-    symmetric: bool = opt(True, "hide both directions of a masked edge; recommended for large graphs")
+    symmetric: bool = opt(True, "full graph: hide both directions of a masked edge; a sampled step always does")
     hide_rate: float = opt(
         0.5,
         "full graph: share of the edges left visible by the walks that each view hides as well, drawn at every step; sampled: see sampler.hide_rate",
@@ -384,7 +384,7 @@ class TrainConfig:
     epochs: int = opt(30, "passes; on the full graph one epoch is one mask, almost always one step")
     batch_edges: int = opt(65_536, "masked edges per optimiser step on the full graph")
     validate_every: int = opt(0, "steps between validation scores during training; 0: never")
-    validate_by: Literal["auto", "node", "link"] = opt("auto", "validation score: probe accuracy or link AUC; auto: link when edges are held out")
+    validate_by: Literal["auto", "node", "link"] = opt("auto", "validation score: probe accuracy over draws of train + val, or link AUC; auto: link when edges are held out")
     select: Literal["last", "val"] = opt("last", "which checkpoint is embedded: the last, or the best by validation score")
     accumulate: int = opt(1, "batches whose mean gradient makes one optimiser step; for steps larger than memory allows")
     precision: Literal["float32", "bfloat16"] = opt("float32", "activations while training; bfloat16 halves their memory, weights and sums stay float32")
@@ -526,7 +526,6 @@ _NOT_TRAINED = {
 _NOT_SCIENCE = ("run", "resources")
 
 
-# Keys younger than the first fingerprints: at these values they leave a fingerprint as it was.
 def fingerprint(cfg: Config) -> str:
     """12 hex digits of the science sections: the same experiment on another machine keeps its name."""
     tree = dataclasses.asdict(cfg)

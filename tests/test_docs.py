@@ -89,3 +89,14 @@ def test_results_were_made_with_the_configs_that_are_shipped(monkeypatch):
     assert set(results.glob("*/*/*/seed-*.json")) <= used, "a result that no table shows"
     there = [cell for cell in cells if cell.path(results).is_file()]
     assert [cell.folder for cell in there if read_result(cell.path(results))["command"] != cell.command()] == []
+
+
+def test_every_cited_section_is_in_the_method():
+    """`§n` in code, configs and documents means a heading of docs/METHOD.md."""
+    method = (ROOT / "docs/METHOD.md").read_text()
+    sections = set(re.findall(r"^##+ (\d+(?:\.\d+)*)\.? ", method, flags=re.M))
+    places = [path for folder in ("cimage_dist", "configs", "experiments", "benchmarks", "docs", "tests") for path in (ROOT / folder).rglob("*")]
+    texts = {path: path.read_text() for path in places if path.suffix in (".py", ".md", ".yaml")}
+    cited = [(path, number) for path, text in texts.items() for number in re.findall(r"§(\d+(?:\.\d+)*)", text)]
+    assert len(cited) > 100
+    assert not [(str(path), number) for path, number in cited if number not in sections]

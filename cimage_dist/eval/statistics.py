@@ -55,7 +55,10 @@ def paired(ours: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], path
     a, b = np.array([left[s] for s in both], dtype=float), np.array([right[s] for s in both], dtype=float)
     gap = a - b
     error = float(gap.std(ddof=1) / np.sqrt(len(gap)))
-    p = float(ttest_rel(a, b).pvalue) if len(both) > 2 and error > 0 else None
+    p = None
+    if len(both) > 2:
+        # A difference that is the same on every seed has no spread to divide by.
+        p = float(ttest_rel(a, b).pvalue) if error > 0 else float(gap.mean() == 0)
     return Paired(len(both), float(gap.mean()), error, p)
 
 

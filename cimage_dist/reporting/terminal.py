@@ -74,7 +74,8 @@ def footnotes(result: dict[str, Any]) -> list[str]:
     if result.get("link") is None:
         notes.append(f"no link scores: {result.get('link_reason', 'not asked for')}")
     elif result.get("controls"):
-        notes.append("link scores: ours by the trained edge decoder, controls by the cosine of the two rows")
+        notes.append("link scores: a pair by the dot product, cosine or centred cosine of its rows, ours also by the "
+            "edge decoder, whichever ranks the validation edges best")
     if result.get("controls"):
         notes.append(about_controls(result["controls"]))
         notes += _choice_notes(result)

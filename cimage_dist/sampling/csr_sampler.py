@@ -1,4 +1,4 @@
-"""Neighbour sampling on row pointers and columns: hops, local ids and message weights (§11.1, Under neighbour sampling)."""
+"""Neighbour sampling on row pointers and columns: hops, local ids and message weights (§11.1)."""
 
 from __future__ import annotations
 

@@ -147,8 +147,7 @@ class SeedSchedule:
     """The global batches of a run as a function of (seed, step): every undirected edge exactly once an epoch.
 
     Step s belongs to epoch s // steps_per_epoch; its positions are mapped through the epoch's bijection of [0, m). The last batch of
-    an epoch is padded to `batch_edges` by repeating its last edge with weight 0. Which endpoint comes first is a keyed coin, so that
-    `u` is degree-distributed, as the modularity estimate asks (§5.4).
+    an epoch is padded to `batch_edges` by repeating its last edge with weight 0. Which endpoint comes first is a keyed coin: neither end is special.
     """
 
     def __init__(self, indptr: IntArray, indices: IntArray, batch_edges: int, seed: int, upper_ptr: NDArray[np.int64] | None = None) -> None:
