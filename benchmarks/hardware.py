@@ -23,15 +23,32 @@ def facts(threads: int) -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
+        model = next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in info.read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            model,
+        )
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    return {"date": str(datetime.date.today()), "cpu": model, "load": load, "threads": threads} | environment.describe()
+    return {
+        "date": str(datetime.date.today()),
+        "cpu": model,
+        "load": load,
+        "threads": threads,
+    } | environment.describe()
 
 
 def headline(threads: int) -> str:
     found = facts(threads)
-    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
-    return f"{found['date']}  {found['cpu']}, {found['cpu_count']} cores, {threads} thread(s), load {found['load']}; Python {found['python']}, {packages}"
+    packages = ", ".join(
+        f"{name} {version}" for name, version in found["packages"].items() if version
+    )
+    return (
+        f"{found['date']}  {found['cpu']}, {found['cpu_count']} cores, {threads} thread(s), "
+        f"load {found['load']}; Python {found['python']}, {packages}"
+    )
 
 
 def best_seconds(call: Callable[[], object], repeats: int) -> float:
@@ -71,7 +88,9 @@ def _read(x: Any, repeats: int) -> Any:
 
 
 def cache_gbytes() -> float:
-    """Read bandwidth of all threads, each from 128 KB of its own: the cache that holds a target's neighbourhood."""
+    """Read bandwidth of all threads, each from 128 KB of its own: the cache that holds a target's
+    neighbourhood.
+    """
     parts, repeats = num_parts(), 4000
     rows = [torch.randn(1 << 15).numpy() for _ in range(parts)]
     seconds = best_seconds(lambda: run_parts(lambda part: _read(rows[part], repeats), parts), 3)
@@ -82,7 +101,11 @@ def peak_while(call: Callable[[], object]) -> float:
     """Megabytes by which the process grew at most during the call (Linux)."""
 
     def status(name: str) -> float:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(name)
+        )
         return int(line.split()[1]) / 1e3
 
     Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts anew

@@ -4,7 +4,8 @@
     python benchmarks/ingest.py --nodes 1000000      # 1M nodes, 10M edges
     python benchmarks/ingest.py --out result.json
 
-Peak memory is the kernel's maximum resident set of the building process, interpreter and libraries included.
+Peak memory is the kernel's maximum resident set of the building process, interpreter and libraries
+included.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def build(nodes: int, avg_degree: float, store_dir: str) -> dict[str, Any]:
     phases: list[tuple[float, str]] = []
     began = time.perf_counter()
     path, built = ingest(
-        DataConfig(name="sbm", store_dir=store_dir, sbm=SbmConfig(num_nodes=nodes, avg_degree=avg_degree)),
+        DataConfig(
+            name="sbm", store_dir=store_dir, sbm=SbmConfig(num_nodes=nodes, avg_degree=avg_degree)
+        ),
         lambda message: phases.append((round(time.perf_counter() - began, 2), message)),
     )
     seconds = time.perf_counter() - began
@@ -60,7 +63,10 @@ def environment() -> dict[str, Any]:
     import cimage_dist
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     return {
         "cpu": model,
         "cores": psutil.cpu_count(),
@@ -74,9 +80,16 @@ def environment() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build a generated graph store; report time and peak memory.")
+    parser = argparse.ArgumentParser(
+        description="Build a generated graph store; report time and peak memory."
+    )
     parser.add_argument("--nodes", type=int, default=5_000_000)
-    parser.add_argument("--avg-degree", type=float, default=20.5, help="slightly above 20, because a few drawn edges coincide")
+    parser.add_argument(
+        "--avg-degree",
+        type=float,
+        default=20.5,
+        help="slightly above 20, because a few drawn edges coincide",
+    )
     parser.add_argument("--tmp", default=None, help="folder for the temporary store")
     parser.add_argument("--out", default=None, help="write the result here as JSON")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
@@ -85,15 +98,35 @@ def main() -> None:
         json.dump(build(args.nodes, args.avg_degree, args.child), sys.stdout)
         return
     with tempfile.TemporaryDirectory(dir=args.tmp) as folder:
-        command = [sys.executable, __file__, "--nodes", str(args.nodes), "--avg-degree", str(args.avg_degree), "--child", folder]
-        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        command = [
+            sys.executable,
+            __file__,
+            "--nodes",
+            str(args.nodes),
+            "--avg-degree",
+            str(args.avg_degree),
+            "--child",
+            folder,
+        ]
+        result = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        )
     result["environment"] = environment()
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
     facts = result["environment"]
-    print(f"{result['nodes']:,} nodes, {result['undirected_edges']:,} undirected edges, {result['features']} features, store {result['store_gb']} GB")
-    print(f"{result['seconds']} s, peak memory {result['peak_rss_gb']} GB (of which {result['rss_after_imports_gb']} GB after imports)")
-    print(f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gb']} GB; Python {facts['python']}, numpy {facts['numpy']}, torch {facts['torch']}")
+    print(
+        f"{result['nodes']:,} nodes, {result['undirected_edges']:,} undirected edges, "
+        f"{result['features']} features, store {result['store_gb']} GB"
+    )
+    print(
+        f"{result['seconds']} s, peak memory {result['peak_rss_gb']} GB (of which "
+        f"{result['rss_after_imports_gb']} GB after imports)"
+    )
+    print(
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gb']} GB; Python "
+        f"{facts['python']}, numpy {facts['numpy']}, torch {facts['torch']}"
+    )
     print(json.dumps(result))
 
 

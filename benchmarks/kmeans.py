@@ -1,7 +1,9 @@
-"""Sharded k-means against scikit-learn, per iteration and per core, on random rows: `python benchmarks/kmeans.py`.
+"""Sharded k-means against scikit-learn, per iteration and per core, on random rows: `python
+benchmarks/kmeans.py`.
 
-All run from the same start, one thread, a fixed number of passes; the time of an iteration is the difference between a long and a short
-run, so that start-up is not counted. Memory is what a run adds to the process beyond the data.
+All run from the same start, one thread, a fixed number of passes; the time of an iteration is the
+difference between a long and a short run, so that start-up is not counted. Memory is what a run
+adds to the process beyond the data.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ FEW, MANY = 2, 7
 
 
 def timed(run: Callable[[int], object]) -> float:
-    """Seconds of one iteration: of the processor, which other work on the machine hardly disturbs; there is one thread."""
+    """Seconds of one iteration: of the processor, which other work on the machine hardly disturbs;
+    there is one thread.
+    """
 
     def seconds(iterations: int) -> float:
         began = time.process_time()
@@ -50,22 +54,63 @@ def main() -> None:
         for clusters in args.clusters:
             centres = generator.normal(size=(clusters, args.width)).astype(np.float32)
             # Overlapping groups: Lloyd's algorithm must not converge within the passes timed.
-            x = centres[generator.integers(clusters, size=args.rows)] + 2 * generator.normal(size=(args.rows, args.width)).astype(np.float32)
+            x = centres[generator.integers(clusters, size=args.rows)] + 2 * generator.normal(
+                size=(args.rows, args.width)
+            ).astype(np.float32)
             start, rows = x[:clusters].copy(), torch.from_numpy(x)
 
-            def ours(iterations: int, rows: torch.Tensor = rows, start: np.ndarray = start) -> object:
-                return kmeans(rows, len(start), seed=0, init=torch.from_numpy(start), max_iterations=iterations, tol=0.0)
+            def ours(
+                iterations: int, rows: torch.Tensor = rows, start: np.ndarray = start
+            ) -> object:
+                return kmeans(
+                    rows,
+                    len(start),
+                    seed=0,
+                    init=torch.from_numpy(start),
+                    max_iterations=iterations,
+                    tol=0.0,
+                )
 
             def lloyd(iterations: int, x: np.ndarray = x, start: np.ndarray = start) -> object:
-                return KMeans(len(start), init=start, n_init=1, max_iter=iterations, tol=0.0, algorithm="lloyd").fit(x)
+                return KMeans(
+                    len(start),
+                    init=start,
+                    n_init=1,
+                    max_iter=iterations,
+                    tol=0.0,
+                    algorithm="lloyd",
+                ).fit(x)
 
             def minibatch(iterations: int, x: np.ndarray = x, start: np.ndarray = start) -> object:
                 # One pass over the data is its iteration here.
-                return MiniBatchKMeans(len(start), init=start, n_init=1, max_iter=iterations, tol=0.0, max_no_improvement=None, batch_size=CHUNK_ROWS).fit(x)
+                return MiniBatchKMeans(
+                    len(start),
+                    init=start,
+                    n_init=1,
+                    max_iter=iterations,
+                    tol=0.0,
+                    max_no_improvement=None,
+                    batch_size=CHUNK_ROWS,
+                ).fit(x)
 
-            seconds = {"ours": timed(ours), "sklearn lloyd": timed(lloyd), "sklearn mini-batch": timed(minibatch)}
-            added = {"ours": peak_while(lambda: ours(FEW)), "sklearn lloyd": peak_while(lambda: lloyd(FEW))}
-            results.append({"rows": args.rows, "width": args.width, "clusters": clusters, "seconds_per_iteration": seconds, "added_mb": added})
+            seconds = {
+                "ours": timed(ours),
+                "sklearn lloyd": timed(lloyd),
+                "sklearn mini-batch": timed(minibatch),
+            }
+            added = {
+                "ours": peak_while(lambda: ours(FEW)),
+                "sklearn lloyd": peak_while(lambda: lloyd(FEW)),
+            }
+            results.append(
+                {
+                    "rows": args.rows,
+                    "width": args.width,
+                    "clusters": clusters,
+                    "seconds_per_iteration": seconds,
+                    "added_mb": added,
+                }
+            )
     report = {"machine": facts(1), "results": results}
     if args.json:
         print(json.dumps(report, indent=2))
@@ -75,8 +120,15 @@ def main() -> None:
         seconds, added = result["seconds_per_iteration"], result["added_mb"]
         print(f"\n{args.rows:,} x {args.width}, {result['clusters']} clusters, one thread")
         for name, value in seconds.items():
-            memory = f", {added[name]:.0f} MB beyond the data ({x.nbytes / 1e6:.0f} MB)" if name in added else ""
-            print(f"  {name:20s} {1000 * value:8.1f} ms per iteration, ours / this = {seconds['ours'] / value:.2f}{memory}")
+            memory = (
+                f", {added[name]:.0f} MB beyond the data ({x.nbytes / 1e6:.0f} MB)"
+                if name in added
+                else ""
+            )
+            print(
+                f"  {name:20s} {1000 * value:8.1f} ms per iteration, ours / this = "
+                f"{seconds['ours'] / value:.2f}{memory}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,20 @@
 """Peak memory of training, each case in a process of its own.
 
-    python benchmarks/memory.py [cora] [sbm] [--steps 300] [--labels file|selfkmeans] [--out memory.json]
+    python benchmarks/memory.py [cora] [sbm] [--steps 300] [--labels file|selfkmeans] [--out
+    memory.json]
 
-cora: the objective and sizes of configs/paper/node/cora.yaml with model.routing_grad=last and cluster.init=selfkmeans, 10 steps,
-      initial labels and one validation included, through the same code as `cimage pretrain`. Needs the dataset below CIMAGE_DATA_ROOT.
-sbm:  a generated graph of 200,000 nodes in sampled mini-batches, three-term objective, for --steps steps; resident memory is also
-      read after 50 steps and at the end, to see whether it grows. With --labels file the planted blocks serve as initial labels;
-      selfkmeans trains an encoder for --init-steps steps first and clusters all nodes.
+cora: the objective and sizes of configs/paper/node/cora.yaml with model.routing_grad=last and
+cluster.init=selfkmeans, 10 steps,
+      initial labels and one validation included, through the same code as `cimage pretrain`. Needs
+      the dataset below CIMAGE_DATA_ROOT.
+sbm:  a generated graph of 200,000 nodes in sampled mini-batches, three-term objective, for --steps
+steps; resident memory is also
+      read after 50 steps and at the end, to see whether it grows. With --labels file the planted
+      blocks serve as initial labels; selfkmeans trains an encoder for --init-steps steps first and
+      clusters all nodes.
 
-Peak is ru_maxrss of the process: it counts mapped pages of the graph store that were touched. Prints a table and JSON.
+Peak is ru_maxrss of the process: it counts mapped pages of the graph store that were touched.
+Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +39,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def peak_gb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024)
+        / 1e9
+    )
 
 
 def resident_gb() -> float:
@@ -91,7 +101,9 @@ def train_cora(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """The loop of `cimage_dist.train.loop.worker`, cut off after a number of steps that does not fill an epoch."""
+    """The loop of `cimage_dist.train.loop.worker`, cut off after a number of steps that does not
+    fill an epoch.
+    """
     import torch
 
     from cimage_dist.comm import Comm
@@ -103,7 +115,11 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     graph = open_graph(cfg.data)
     topology, comm = graph.topology(), Comm()
-    facts: dict[str, Any] = {"nodes": graph.num_nodes, "edges": graph.num_edges // 2, "before_training_gb": resident_gb()}
+    facts: dict[str, Any] = {
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges // 2,
+        "before_training_gb": resident_gb(),
+    }
     trainer = Trainer(cfg, graph, topology, comm)
     began = time.perf_counter()
     if args.labels == "file":
@@ -115,9 +131,14 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
         first = Trainer(edge_only, graph, topology, comm)
         for batch in itertools.islice(first.remaining(), args.init_steps):
             first.advance(batch)
-        labels, confidence = labels_by_kmeans(first.model.encoder, first.embedder, graph.num_nodes, graph.num_classes, cfg, comm)
+        labels, confidence = labels_by_kmeans(
+            first.model.encoder, first.embedder, graph.num_nodes, graph.num_classes, cfg, comm
+        )
         facts["init_steps"] = args.init_steps
-    facts |= {"label_seconds": round(time.perf_counter() - began, 1), "peak_after_labels_gb": peak_gb()}
+    facts |= {
+        "label_seconds": round(time.perf_counter() - began, 1),
+        "peak_after_labels_gb": peak_gb(),
+    }
     trainer.refresher = Refresher(cfg, labels, confidence, trainer.embedder, comm)
     began, refresh_seconds = time.perf_counter(), 0.0
     resident = []
@@ -131,20 +152,29 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
             facts["peak_after_50_steps_gb"] = peak_gb()
         if trainer.step in (1, 50, args.steps):
             print(
-                f"step {trainer.step}: peak {peak_gb():.2f} GB, resident {resident[-1]:.2f} GB, {time.perf_counter() - began:.0f} s",
+                f"step {trainer.step}: peak {peak_gb():.2f} GB, resident {resident[-1]:.2f} GB, "
+                f"{time.perf_counter() - began:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
     half = len(resident) // 2
     return facts | {
         "steps": trainer.step,
-        "seconds_per_step": round((time.perf_counter() - began - refresh_seconds) / max(trainer.step, 1), 3),
+        "seconds_per_step": round(
+            (time.perf_counter() - began - refresh_seconds) / max(trainer.step, 1), 3
+        ),
         "refreshes": -(-trainer.step // args.refresh_every),
-        "seconds_per_refresh": round(refresh_seconds / max(-(-trainer.step // args.refresh_every), 1), 2),
+        "seconds_per_refresh": round(
+            refresh_seconds / max(-(-trainer.step // args.refresh_every), 1), 2
+        ),
         "rows_of_last_batch": batch.x.shape[0],
         "messages_of_last_batch": batch.edges.src.numel(),
-        "resident_median_first_half_gb": round(sorted(resident[:half])[half // 2], 3) if half else None,
-        "resident_median_second_half_gb": round(sorted(resident[half:])[(len(resident) - half) // 2], 3),
+        "resident_median_first_half_gb": round(sorted(resident[:half])[half // 2], 3)
+        if half
+        else None,
+        "resident_median_second_half_gb": round(
+            sorted(resident[half:])[(len(resident) - half) // 2], 3
+        ),
         "last_terms": {name: round(float(value), 4) for name, value in terms.items()},
     }
 
@@ -161,8 +191,20 @@ def run_case(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     facts = (train_cora if args.case == "cora" else train_sbm)(cfg, args)
     limit = LIMITS_GB[args.case]
-    result = {"case": args.case, "peak_gb": round(peak_gb(), 3), "limit_gb": limit, "is_within": peak_gb() < limit, "fingerprint": fingerprint(cfg)}
-    print(json.dumps(result | {"seconds": round(time.perf_counter() - began, 1)} | {k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}))
+    result = {
+        "case": args.case,
+        "peak_gb": round(peak_gb(), 3),
+        "limit_gb": limit,
+        "is_within": peak_gb() < limit,
+        "fingerprint": fingerprint(cfg),
+    }
+    print(
+        json.dumps(
+            result
+            | {"seconds": round(time.perf_counter() - began, 1)}
+            | {k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}
+        )
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -171,15 +213,31 @@ def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
+        model = next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in info.read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            model,
+        )
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     return {"date": str(datetime.date.today()), "cpu": model, "load": load} | environment.describe()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="case", help="cora, sbm (default: both)")
-    for name, default in (("steps", 300), ("nodes", 200_000), ("batch-edges", 1024), ("refresh-every", 100), ("max-samples", 5000), ("init-steps", 20)):
+    for name, default in (
+        ("steps", 300),
+        ("nodes", 200_000),
+        ("batch-edges", 1024),
+        ("refresh-every", 100),
+        ("max-samples", 5000),
+        ("init-steps", 20),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fanouts", default="[10,10,5]")
     parser.add_argument("--labels", choices=("file", "selfkmeans"), default="file")
@@ -195,14 +253,29 @@ def main() -> None:
         parser.error(f"unknown case {', '.join(unknown)}; known: {', '.join(LIMITS_GB)}")
     results = []
     facts = machine()
-    print(f"{facts['date']}  {facts['cpu']}, {facts['cpu_count']} cores, load {facts['load']}; Python {facts['python']}, {facts['packages']}")
+    print(
+        f"{facts['date']}  {facts['cpu']}, {facts['cpu_count']} cores, load {facts['load']}; "
+        f"Python {facts['python']}, {facts['packages']}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for case in args.cases or LIMITS_GB:
             command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--folder", folder]
-            subprocess.run([*command, "--prepare"], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            subprocess.run(
+                [*command, "--prepare"], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+            child = subprocess.run(
+                command,
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
             results.append(json.loads(child.stdout.splitlines()[-1]))
-            print(f"\n{case}: peak {results[-1]['peak_gb']:.2f} GB, limit {results[-1]['limit_gb']} GB, {'within' if results[-1]['is_within'] else 'EXCEEDED'}")
+            print(
+                f"\n{case}: peak {results[-1]['peak_gb']:.2f} GB, limit "
+                f"{results[-1]['limit_gb']} GB, "
+                f"{'within' if results[-1]['is_within'] else 'EXCEEDED'}"
+            )
             for name, value in results[-1].items():
                 print(f"  {name:32} {value}")
     report = {"machine": facts, "results": results}

@@ -1,11 +1,14 @@
-"""One routing layer: plain tensor operations against the fused operator, on the same data in the same run.
+"""One routing layer: plain tensor operations against the fused operator, on the same data in the
+same run.
 
-    python benchmarks/routing.py [--threads 2] [--cases cora photo computers large] [--out routing.json]
+    python benchmarks/routing.py [--threads 2] [--cases cora photo computers large] [--out
+    routing.json]
 
-Graphs are drawn with the number of nodes and edges of the dataset named and a heavy-tailed degree. `computers` and `large` (200,000 nodes,
-4 million messages) run fused only. Peak memory is that of a process of its own for each case and form, above what it held before the call (Linux).
-The encoder line is six layers with T = 8 at Cora's size, forward and backward. The roofline at the end sets the fused rates against the machine's
-own, measured in the same run.
+Graphs are drawn with the number of nodes and edges of the dataset named and a heavy-tailed degree.
+`computers` and `large` (200,000 nodes, 4 million messages) run fused only. Peak memory is that of a
+process of its own for each case and form, above what it held before the call (Linux). The encoder
+line is six layers with T = 8 at Cora's size, forward and backward. The roofline at the end sets the
+fused rates against the machine's own, measured in the same run.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ CASES: dict[str, tuple[int, int, int, int, int, tuple[str, ...]]] = {
 
 
 def problem(name: str) -> tuple[torch.Tensor, EdgeList, int]:
-    """Random factors and messages sorted by target, in both directions; degrees fall off as a Pareto tail of index 2.5."""
+    """Random factors and messages sorted by target, in both directions; degrees fall off as a
+    Pareto tail of index 2.5.
+    """
     nodes, messages, factors, channels, iterations, _ = CASES[name]
     rng = np.random.default_rng(0)
     weight = rng.pareto(2.5, nodes) + 0.3
@@ -43,10 +48,21 @@ def problem(name: str) -> tuple[torch.Tensor, EdgeList, int]:
     src, dst = np.concatenate([a, b]), np.concatenate([b, a])
     order = np.argsort(dst, kind="stable")
     x = torch.randn(nodes, factors, channels, generator=torch.Generator().manual_seed(0))
-    return x, EdgeList(torch.from_numpy(src[order]), torch.from_numpy(dst[order]), nodes), iterations
+    return (
+        x,
+        EdgeList(torch.from_numpy(src[order]), torch.from_numpy(dst[order]), nodes),
+        iterations,
+    )
 
 
-def both_ways(x: torch.Tensor, grad: torch.Tensor, edges: EdgeList, iterations: int, form: Any, layers: int = 1) -> torch.Tensor:
+def both_ways(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    edges: EdgeList,
+    iterations: int,
+    form: Any,
+    layers: int = 1,
+) -> torch.Tensor:
     out = x = x.requires_grad_()
     for _ in range(layers):
         out = route(out, edges, iterations, backend=form)
@@ -59,13 +75,18 @@ def time_case(name: str, form: Any) -> dict[str, float]:
     repeats = 10 if name == "cora" else 3
     with torch.no_grad():
         forward = best_seconds(lambda: route(x, edges, iterations, backend=form), repeats)
-    return {"forward_s": forward, "both_s": best_seconds(lambda: both_ways(x, grad, edges, iterations, form), repeats)}
+    return {
+        "forward_s": forward,
+        "both_s": best_seconds(lambda: both_ways(x, grad, edges, iterations, form), repeats),
+    }
 
 
 def resident(what: str) -> float:
     """VmRSS or VmHWM (its peak) of this process in MB."""
     status = Path("/proc/self/status").read_text()
-    return float(next(line.split()[1] for line in status.splitlines() if line.startswith(what))) / 1e3
+    return (
+        float(next(line.split()[1] for line in status.splitlines() if line.startswith(what))) / 1e3
+    )
 
 
 def peak_in_this_process(name: str, form: str, layers: int, iterations: int | None) -> float:
@@ -80,9 +101,24 @@ def peak_in_this_process(name: str, form: str, layers: int, iterations: int | No
     return resident("VmHWM") - before
 
 
-def elsewhere(task: str, name: str, form: str, threads: int, layers: int = 1, iterations: int = 0) -> Any:
-    """The outcome of a task in a process of its own: what one form leaves behind must not burden the next."""
-    command = [sys.executable, __file__, "--threads", str(threads), "--task", task, name, form, str(layers), str(iterations)]
+def elsewhere(
+    task: str, name: str, form: str, threads: int, layers: int = 1, iterations: int = 0
+) -> Any:
+    """The outcome of a task in a process of its own: what one form leaves behind must not burden
+    the next.
+    """
+    command = [
+        sys.executable,
+        __file__,
+        "--threads",
+        str(threads),
+        "--task",
+        task,
+        name,
+        form,
+        str(layers),
+        str(iterations),
+    ]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -96,19 +132,26 @@ def run_task(task: str, name: str, form: str, layers: int, iterations: int) -> A
 def roofline(name: str, seconds: dict[str, float]) -> dict[str, float]:
     """Rates of the fused forward pass, from the arithmetic and the reads it cannot do without.
 
-    Per message and iteration 4·D floating-point operations (score and sum; the first iteration has no score), and each row is read
-    twice from a cache: D numbers for the score, D for the sum. Once per layer it comes from memory.
+    Per message and iteration 4·D floating-point operations (score and sum; the first iteration has
+    no score), and each row is read twice from a cache: D numbers for the score, D for the sum. Once
+    per layer it comes from memory.
     """
     nodes, messages, factors, channels, iterations, _ = CASES[name]
     width = factors * channels
     flops = messages * width * (4 * iterations - 2)
     near = messages * width * 4 * (2 * iterations - 1)
     far = (messages + 2 * nodes) * width * 4
-    return {"gflops": flops / seconds["forward_s"] / 1e9, "cache_gb_s": near / seconds["forward_s"] / 1e9, "memory_gb_s": far / seconds["forward_s"] / 1e9}
+    return {
+        "gflops": flops / seconds["forward_s"] / 1e9,
+        "cache_gb_s": near / seconds["forward_s"] / 1e9,
+        "memory_gb_s": far / seconds["forward_s"] / 1e9,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path)
@@ -123,26 +166,48 @@ def main() -> None:
     result: dict[str, Any] = {"machine": facts(args.threads), "cases": {}}
     for name in args.cases:
         nodes, messages, factors, channels, iterations, forms = CASES[name]
-        print(f"\n{name}: {nodes:,} nodes, {messages:,} messages, K {factors}, C {channels}, T {iterations}, one layer")
-        rows = {form: elsewhere("time", name, form, args.threads) | {"peak_mb": elsewhere("peak", name, form, args.threads)} for form in forms}
+        print(
+            f"\n{name}: {nodes:,} nodes, {messages:,} messages, K {factors}, C {channels}, T "
+            f"{iterations}, one layer"
+        )
+        rows = {
+            form: elsewhere("time", name, form, args.threads)
+            | {"peak_mb": elsewhere("peak", name, form, args.threads)}
+            for form in forms
+        }
         for form, row in rows.items():
-            print(f"  {form:10} forward {row['forward_s'] * 1e3:8.1f} ms   forward+backward {row['both_s'] * 1e3:8.1f} ms   peak {row['peak_mb']:8.0f} MB")
+            print(
+                f"  {form:10} forward {row['forward_s'] * 1e3:8.1f} ms   forward+backward "
+                f"{row['both_s'] * 1e3:8.1f} ms   peak {row['peak_mb']:8.0f} MB"
+            )
         if len(rows) == 2:
             ratio = {key: rows["reference"][key] / rows["fused"][key] for key in rows["fused"]}
-            print(f"  {'ratio':10} forward {ratio['forward_s']:8.1f} x    forward+backward {ratio['both_s']:8.1f} x    peak {ratio['peak_mb']:8.1f} x")
+            print(
+                f"  {'ratio':10} forward {ratio['forward_s']:8.1f} x    forward+backward "
+                f"{ratio['both_s']:8.1f} x    peak {ratio['peak_mb']:8.1f} x"
+            )
         result["cases"][name] = rows | {"roofline": roofline(name, rows["fused"])}
     if "cora" in args.cases:
-        encoder = {form: elsewhere("peak", "cora", form, args.threads, 6, 8) for form in ("reference", "fused")}
+        encoder = {
+            form: elsewhere("peak", "cora", form, args.threads, 6, 8)
+            for form in ("reference", "fused")
+        }
         print(
-            f"\nsix layers, T 8, Cora's size, peak: reference {encoder['reference']:.0f} MB, fused {encoder['fused']:.0f} MB, ratio {encoder['reference'] / encoder['fused']:.1f} x"
+            f"\nsix layers, T 8, Cora's size, peak: reference {encoder['reference']:.0f} MB, "
+            f"fused {encoder['fused']:.0f} MB, ratio "
+            f"{encoder['reference'] / encoder['fused']:.1f} x"
         )
         result["encoder_peak_mb"] = encoder
     best = {"gflops": peak_gflops(), "cache_gb_s": cache_gbytes(), "memory_gb_s": memory_gbytes()}
     print(f"\nroofline, fused forward: {'':12}{'GFLOP/s':>10}{'cache GB/s':>12}{'memory GB/s':>13}")
-    print(f"  {'the machine at its best':35}{best['gflops']:10.0f}{best['cache_gb_s']:12.0f}{best['memory_gb_s']:13.1f}")
+    print(
+        f"  {'the machine at its best':35}{best['gflops']:10.0f}{best['cache_gb_s']:12.0f}{best['memory_gb_s']:13.1f}"
+    )
     for name, case in result["cases"].items():
         rates = case["roofline"]
-        print(f"  {name:35}{rates['gflops']:10.0f}{rates['cache_gb_s']:12.0f}{rates['memory_gb_s']:13.1f}")
+        print(
+            f"  {name:35}{rates['gflops']:10.0f}{rates['cache_gb_s']:12.0f}{rates['memory_gb_s']:13.1f}"
+        )
     result["machine_best"] = best
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,9 +1,12 @@
-"""Time per sampled batch of every installed backend, called in turn so that other load on the machine hits all of them alike.
+"""Time per sampled batch of every installed backend, called in turn so that other load on the
+machine hits all of them alike.
 
-    python benchmarks/sampling.py [--nodes 200000] [--degree 15] [--fanouts 15 10] [--batch 1024] [--rounds 20] [--threads 1]
+    python benchmarks/sampling.py [--nodes 200000] [--degree 15] [--fanouts 15 10] [--batch 1024]
+    [--rounds 20] [--threads 1]
 
-Prints hardware, versions, median wall and CPU milliseconds, and ratios to `csr` with numba (else numpy). The second table is the
-whole data path of one step: seed edges, negatives, hidden edges, subgraph.
+Prints hardware, versions, median wall and CPU milliseconds, and ratios to `csr` with numba (else
+numpy). The second table is the whole data path of one step: seed edges, negatives, hidden edges,
+subgraph.
 """
 
 from __future__ import annotations
@@ -26,13 +29,17 @@ from cimage_dist.sampling.loader import BatchSource
 from cimage_dist.sampling.sampler import NeighbourSampler
 
 
-def random_graph(num_nodes: int, degree: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def random_graph(
+    num_nodes: int, degree: int, seed: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """A uniform random symmetric graph of about `degree` neighbours per node."""
     rng = np.random.default_rng(seed)
     u, v = rng.integers(0, num_nodes, (2, num_nodes * degree // 2))
     keys = np.concatenate([u * num_nodes + v, v * num_nodes + u])
     keys.sort()
-    keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]]) & (keys // num_nodes != keys % num_nodes)]
+    keys = keys[
+        np.concatenate([[True], keys[1:] != keys[:-1]]) & (keys // num_nodes != keys % num_nodes)
+    ]
     indptr = np.zeros(num_nodes + 1, dtype=np.int64)
     np.cumsum(np.bincount(keys // num_nodes, minlength=num_nodes), out=indptr[1:])
     return indptr, keys % num_nodes
@@ -49,13 +56,21 @@ def describe(threads: int) -> str:
     model = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):  # noqa: PTH110
         with open("/proc/cpuinfo") as file:  # noqa: PTH123
-            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+            model = next(
+                (line.split(":", 1)[1].strip() for line in file if line.startswith("model name")),
+                model,
+            )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-    machine = f"{datetime.date.today()}  {model}, {os.cpu_count()} cores, {threads} thread(s), load {load:.1f}"
+    machine = (
+        f"{datetime.date.today()}  {model}, {os.cpu_count()} cores, {threads} thread(s), "
+        f"load {load:.1f}"
+    )
     return f"{machine}\nPython {platform.python_version()}, {', '.join(versions)}"
 
 
-def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, tuple[float, float]]:
+def interleave(
+    calls: dict[str, Callable[[int], object]], rounds: int
+) -> dict[str, tuple[float, float]]:
     """Median (wall, CPU) milliseconds of each call over `rounds`, after two unmeasured ones."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for i in range(rounds + 2):
@@ -64,7 +79,10 @@ def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[s
             call(i)
             if i >= 2:
                 times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return {name: (1e3 * float(np.median([w for w, _ in t])), 1e3 * float(np.median([c for _, c in t]))) for name, t in times.items()}
+    return {
+        name: (1e3 * float(np.median([w for w, _ in t])), 1e3 * float(np.median([c for _, c in t])))
+        for name, t in times.items()
+    }
 
 
 def show(title: str, results: dict[str, tuple[float, float]]) -> None:
@@ -75,25 +93,40 @@ def show(title: str, results: dict[str, tuple[float, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("nodes", 200_000), ("degree", 15), ("batch", 1024), ("rounds", 20), ("threads", 1)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("nodes", 200_000),
+        ("degree", 15),
+        ("batch", 1024),
+        ("rounds", 20),
+        ("threads", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fanouts", type=int, nargs="+", default=[15, 10])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     indptr, indices = random_graph(args.nodes, args.degree)
     print(describe(args.threads))
-    print(f"{args.nodes} nodes, {len(indices)} directed edges, fan-out {args.fanouts}, batch {args.batch}, median of {args.rounds}")
+    print(
+        f"{args.nodes} nodes, {len(indices)} directed edges, fan-out {args.fanouts}, batch "
+        f"{args.batch}, median of {args.rounds}"
+    )
 
     rng = np.random.default_rng(1)
     seeds = rng.integers(0, args.nodes, (args.rounds + 2, args.batch))
     samplers: dict[str, NeighbourSampler] = {}
     engines: list[Engine] = ["numba", "numpy"] if resolve_engine() == "numba" else ["numpy"]
     for engine in engines:
-        samplers[f"csr ({engine})"] = NeighbourSampler(indptr, indices, args.fanouts, seed=0, backend="csr", engine=engine)
+        samplers[f"csr ({engine})"] = NeighbourSampler(
+            indptr, indices, args.fanouts, seed=0, backend="csr", engine=engine
+        )
     for backend in ("pyg-lib", "torch-sparse"):
         try:
-            samplers[backend] = NeighbourSampler(indptr, indices, args.fanouts, seed=0, backend=backend)
+            samplers[backend] = NeighbourSampler(
+                indptr, indices, args.fanouts, seed=0, backend=backend
+            )
         except UserError:
             print(f"{backend}: not installed, left out")
     sizes = samplers[f"csr ({engines[0]})"].sample(seeds[0], 0)
@@ -102,13 +135,21 @@ def main() -> None:
     def sampling(one: NeighbourSampler) -> Callable[[int], object]:
         return lambda i: one.sample(seeds[i], i)
 
-    show("neighbour sampling of seed nodes", interleave({name: sampling(one) for name, one in samplers.items()}, args.rounds))
+    show(
+        "neighbour sampling of seed nodes",
+        interleave({name: sampling(one) for name, one in samplers.items()}, args.rounds),
+    )
 
     sources = {
-        f"batch of edges, hide_rate {rate}": BatchSource(indptr, indices, fanouts=args.fanouts, batch_edges=args.batch, seed=0, hide_rate=rate)
+        f"batch of edges, hide_rate {rate}": BatchSource(
+            indptr, indices, fanouts=args.fanouts, batch_edges=args.batch, seed=0, hide_rate=rate
+        )
         for rate in (0.0, 0.3)
     }
-    show("whole data path of a step (4 seed nodes per edge)", interleave({name: source.__getitem__ for name, source in sources.items()}, args.rounds))
+    show(
+        "whole data path of a step (4 seed nodes per edge)",
+        interleave({name: source.__getitem__ for name, source in sources.items()}, args.rounds),
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Seconds of a whole full-graph training step, all three losses, and where they go.
 
-    python benchmarks/step.py [cora] [photo] [--threads 2] [--steps 15] [--backend auto|reference] [key=value ...]
+    python benchmarks/step.py [cora] [photo] [--threads 2] [--steps 15] [--backend auto|reference]
+    [key=value ...]
 
-Settings are those of configs/paper/node/<name>.yaml; the partition of the factors is a random half, as its making is timed by
-benchmarks/ci_refresh.py. Needs the datasets below CIMAGE_DATA_ROOT. The parts are torch's profiler's, of three further steps.
+Settings are those of configs/paper/node/<name>.yaml; the partition of the factors is a random half,
+as its making is timed by benchmarks/ci_refresh.py. Needs the datasets below CIMAGE_DATA_ROOT. The
+parts are torch's profiler's, of three further steps.
 """
 
 from __future__ import annotations
@@ -41,13 +43,19 @@ def parts(events: Any) -> dict[str, float]:
     """Share of the processor time of each group, largest first; the rest is elementwise work."""
     own = {event.key: event.self_cpu_time_total for event in events}
     total = sum(own.values())
-    shares = {group: sum(own.get(name, 0.0) for name in names) / total for group, names in GROUPS.items()}
+    shares = {
+        group: sum(own.get(name, 0.0) for name in names) / total for group, names in GROUPS.items()
+    }
     shares["everything else"] = 1.0 - sum(shares.values())
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def measure(name: str, args: argparse.Namespace, folder: str) -> None:
-    overrides = [f"model.routing_backend={args.backend}", f"data.store_dir={folder}", *args.settings]
+    overrides = [
+        f"model.routing_backend={args.backend}",
+        f"data.store_dir={folder}",
+        *args.settings,
+    ]
     cfg = load_config(ROOT / "configs" / "paper" / "node" / f"{name}.yaml", overrides=overrides)
     graph = open_graph(cfg.data)
     trainer = Trainer(cfg, graph, graph.topology(), Comm())
@@ -64,17 +72,25 @@ def measure(name: str, args: argparse.Namespace, folder: str) -> None:
         for _ in range(3):
             trainer.advance(next(batches))
     model = cfg.model
-    print(f"\n{name}: T {model.routing_iterations}, {model.num_layers} layers, K {model.num_factors}, C {model.factor_dim}, backend {args.backend}")
+    print(
+        f"\n{name}: T {model.routing_iterations}, {model.num_layers} layers, K "
+        f"{model.num_factors}, C {model.factor_dim}, backend {args.backend}"
+    )
     if cfg.loss.redundancy_weight > 0 and not cfg.loss.is_conditional:
         flops = 8 * graph.num_nodes * (model.num_factors * model.factor_dim) ** 2
         print(f"  two views; products of the redundancy loss: {flops / 1e9:.1f} GFLOP")
-    print(f"  step: median {statistics.median(times):.3f} s, quickest {min(times):.3f} s, of {len(times)}")
+    print(
+        f"  step: median {statistics.median(times):.3f} s, quickest {min(times):.3f} s, of "
+        f"{len(times)}"
+    )
     for group, share in parts(seen.key_averages()).items():
         print(f"  {share:6.1%}  {group}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "names",
         nargs="*",

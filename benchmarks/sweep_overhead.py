@@ -2,11 +2,14 @@
 
     python benchmarks/sweep_overhead.py [--trials 8] [--concurrent 2] [--epochs 45] [key=value ...]
 
-A random search on the embedded digits graph, without early stopping. Training time is the time inside the training loop, validation and
-checkpoints included. Everything else between the end of one trial and the end of the next in the same process is overhead: choosing the
-point, Tune's scheduling, loading the config, opening the graph, building the model, finding the initial labels, the summary. Labels come from
-smoothed features here, made once for all trials; with cluster.init=selfkmeans every trial first trains an encoder for its own labels, which
-depend on its settings, and that training counts as overhead too. The first trial of each process also pays for starting Ray's worker, imports and compiled loops; it is reported apart.
+A random search on the embedded digits graph, without early stopping. Training time is the time
+inside the training loop, validation and checkpoints included. Everything else between the end of
+one trial and the end of the next in the same process is overhead: choosing the point, Tune's
+scheduling, loading the config, opening the graph, building the model, finding the initial labels,
+the summary. Labels come from smoothed features here, made once for all trials; with
+cluster.init=selfkmeans every trial first trains an encoder for its own labels, which depend on its
+settings, and that training counts as overhead too. The first trial of each process also pays for
+starting Ray's worker, imports and compiled loops; it is reported apart.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ def main() -> None:
             "train.select=val",
             "cluster.init=propagated",
         ]
-        sweep = load_sweep([str(space), str(ROOT / "configs/demo.yaml")], [*own, f"data.store_dir={folder}/data", *args.overrides])
+        sweep = load_sweep(
+            [str(space), str(ROOT / "configs/demo.yaml")],
+            [*own, f"data.store_dir={folder}/data", *args.overrides],
+        )
         began = time.time()
         sweep_on_ray(sweep, sweep.base, Path(folder) / "sweep", quiet=True)
         wall = time.time() - began
@@ -66,10 +72,19 @@ def main() -> None:
         last[found.process] = found.ended
     print(headline(1))
     training = [found.seconds for found in outcomes]
-    print(f"{len(outcomes)} trials in {len(last)} processes, {wall:.1f} s in all; training {statistics.median(training):.1f} s each (median)")
-    print("first trial of each process, overhead with Ray's start: " + ", ".join(f"{seconds:.1f} s" for seconds in first))
+    print(
+        f"{len(outcomes)} trials in {len(last)} processes, {wall:.1f} s in all; training "
+        f"{statistics.median(training):.1f} s each (median)"
+    )
+    print(
+        "first trial of each process, overhead with Ray's start: "
+        + ", ".join(f"{seconds:.1f} s" for seconds in first)
+    )
     if later:
-        print(f"later trials, overhead: median {statistics.median(later):.2f} s, most {max(later):.2f} s")
+        print(
+            f"later trials, overhead: median {statistics.median(later):.2f} s, most "
+            f"{max(later):.2f} s"
+        )
     print(json.dumps({"first": first, "later": later, "training": training, "wall": wall}))
 
 

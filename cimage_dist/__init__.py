@@ -1,4 +1,5 @@
-"""cimage_dist: node embeddings from large unlabelled graphs by conditional-independence masked auto-encoding.
+"""cimage_dist: node embeddings from large unlabelled graphs by conditional-independence masked
+auto-encoding.
 
 Public names load on first use, so that `import cimage_dist` and `cimage --help` stay fast.
 """
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
     from cimage_dist.data.store import Graph
     from cimage_dist.errors import UserError
 
-__all__ = ["Config", "Graph", "Pretrainer", "UserError", "__version__", "compare", "evaluate", "load_config", "open_graph"]
+__all__ = [
+    "Config",
+    "Graph",
+    "Pretrainer",
+    "UserError",
+    "__version__",
+    "compare",
+    "evaluate",
+    "load_config",
+    "open_graph",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,9 @@ __all__ = ["Pretrainer", "evaluate"]
 class Pretrainer:
     """Self-supervised pre-training of node embeddings.
 
-    `Pretrainer(cfg).fit(graph)` trains in this process and keeps everything in memory; `save` writes what `load` reads.
-    Learned attributes: `model_`, `history_` (metric records), `ci_scores_` (None without a factor loss), `step_` (the checkpoint in use).
+    `Pretrainer(cfg).fit(graph)` trains in this process and keeps everything in memory; `save`
+    writes what `load` reads. Learned attributes: `model_`, `history_` (metric records),
+    `ci_scores_` (None without a factor loss), `step_` (the checkpoint in use).
     """
 
     def __init__(self, cfg: Config | None = None, progress: bool = False) -> None:
@@ -59,7 +60,10 @@ class Pretrainer:
         self._check_fitted()
         width = self.model_.encoder.linear.in_features
         if graph.num_features != width:
-            raise UserError(f"The model was trained on {width} features, graph {graph.name!r} has {graph.num_features}.")
+            raise UserError(
+                f"The model was trained on {width} features, graph {graph.name!r} has "
+                f"{graph.num_features}."
+            )
         topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
         return embed_graph(self.model_.encoder, graph.features(), topology)
 
@@ -82,7 +86,10 @@ class Pretrainer:
         self = cls(load_config(run.config))
         saved = checkpoint.load_latest(run.root / "model")
         if saved is None:
-            raise UserError(f"No saved model in {run.root}. Use Pretrainer.save first; runs of `cimage pretrain` are read by `cimage embed`.")
+            raise UserError(
+                f"No saved model in {run.root}. Use Pretrainer.save first; runs of `cimage "
+                "pretrain` are read by `cimage embed`."
+            )
         self.model_ = model_from_weights(self.cfg, checkpoint.model_weights(saved.tensors))
         self.step_, self.history_, self.ci_scores_ = saved.step, [], None
         if "scores" in saved.meta:

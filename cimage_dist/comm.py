@@ -1,4 +1,6 @@
-"""Comm: the only thing the mathematics knows about other processes. At world size 1 every call is the identity."""
+"""Comm: the only thing the mathematics knows about other processes. At world size 1 every call is
+the identity.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import Tensor
 class _SumWithSumBackward(torch.autograd.Function):
     """All-reduce whose backward is also an all-reduce: d(sum over ranks)/dx on every rank.
 
-    A plain all-reduce with the local term re-attached gives the same value but gradients 1/world too small.
+    A plain all-reduce with the local term re-attached gives the same value but gradients 1/world
+    too small.
     """
 
     @staticmethod
@@ -63,7 +66,9 @@ class Comm:
         return x if self.world == 1 else _SumWithSumBackward.apply(x, self.group)
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Collective: concatenate `[n_r, ...]` of all ranks in rank order; the n_r may differ or be zero."""
+        """Collective: concatenate `[n_r, ...]` of all ranks in rank order; the n_r may differ or be
+        zero.
+        """
         if self.world == 1:
             return x
         count = torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device)
@@ -89,7 +94,9 @@ class Comm:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, source), group=self.group)
+        dist.broadcast_object_list(
+            box, src=dist.get_global_rank(self.group, source), group=self.group
+        )
         return box[0]
 
     def barrier(self) -> None:

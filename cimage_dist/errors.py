@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 
-# What the owner of a disk can mend: full, over quota, forbidden, read-only, a file in the way of a folder.
+# What the owner of a disk can mend: full, over quota, forbidden, read-only, a file in the way of a
+# folder.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 

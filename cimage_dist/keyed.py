@@ -1,7 +1,9 @@
-"""Counter-based randomness: every draw is a function of (seed, step, global id), never of rank or call order.
+"""Counter-based randomness: every draw is a function of (seed, step, global id), never of rank or
+call order.
 
-The mixer is the 64-bit finaliser of SplitMix64 (Steele, Lea & Flood 2014) applied to each key in turn. It works on whole
-tensors, so a million draws are a handful of vector operations, and any single draw can be recomputed anywhere.
+The mixer is the 64-bit finaliser of SplitMix64 (Steele, Lea & Flood 2014) applied to each key in
+turn. It works on whole tensors, so a million draws are a handful of vector operations, and any
+single draw can be recomputed anywhere.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# SplitMix64 constants as signed 64-bit integers (torch has no uint64 arithmetic; wrap-around is what we want).
+# SplitMix64 constants as signed 64-bit integers (torch has no uint64 arithmetic; wrap-around is
+# what we want).
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MUL1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MUL2 = 0x94D049BB133111EB - (1 << 64)

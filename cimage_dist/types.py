@@ -12,10 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Topology:
-    """A symmetric graph without self-loops, destination-sorted: neighbours of v are `indices[indptr[v]:indptr[v+1]]`, ascending.
+    """A symmetric graph without self-loops, destination-sorted: neighbours of v are
+    `indices[indptr[v]:indptr[v+1]]`, ascending.
 
-    indptr int64 [N+1], indices int32 or int64 [E]; E counts both directions. Because the graph is symmetric, entry e of row v
-    stands for the directed edge v -> indices[e] as well as for the message indices[e] -> v.
+    indptr int64 [N+1], indices int32 or int64 [E]; E counts both directions. Because the graph is
+    symmetric, entry e of row v stands for the directed edge v -> indices[e] as well as for the
+    message indices[e] -> v.
     """
 
     indptr: Tensor
@@ -42,10 +44,11 @@ class Topology:
 
 @dataclass(frozen=True)
 class EdgeList:
-    """Directed messages src -> dst, usually sorted by dst. src, dst int64 [E]; weight float [E] or None for all ones.
+    """Directed messages src -> dst, usually sorted by dst. src, dst int64 [E]; weight float [E] or
+    None for all ones.
 
-    `degree` float [N] is given where the messages do not tell it: nodes at the rim of a sampled subgraph have fewer messages here
-    than neighbours in the graph.
+    `degree` float [N] is given where the messages do not tell it: nodes at the rim of a sampled
+    subgraph have fewer messages here than neighbours in the graph.
     """
 
     src: Tensor
@@ -62,15 +65,21 @@ class EdgeList:
             if bool((self.dst[1:] < self.dst[:-1]).any()):
                 order = self.dst.argsort(stable=True)
                 weight = None if self.weight is None else self.weight[order]
-                kept = EdgeList(self.src[order], self.dst[order], self.num_nodes, weight, self.degree)
+                kept = EdgeList(
+                    self.src[order], self.dst[order], self.num_nodes, weight, self.degree
+                )
             self.__dict__["_sorted"] = kept
         return kept
 
     def pointers(self, num_targets: int) -> Tensor:
-        """int64 [T+1]: the messages into target v are pointers[v] .. pointers[v+1], once sorted by target. Kept, as every layer asks."""
+        """int64 [T+1]: the messages into target v are pointers[v] .. pointers[v+1], once sorted by
+        target. Kept, as every layer asks.
+        """
         kept: dict[int, Tensor] = self.__dict__.setdefault("_pointers", {})
         if num_targets not in kept:
-            kept[num_targets] = torch.searchsorted(self.dst, torch.arange(num_targets + 1, device=self.dst.device))
+            kept[num_targets] = torch.searchsorted(
+                self.dst, torch.arange(num_targets + 1, device=self.dst.device)
+            )
         return kept[num_targets]
 
     def to(self, device: torch.device) -> EdgeList:
@@ -89,7 +98,9 @@ class NodeSplit:
 
 @dataclass(frozen=True)
 class LinkSplit:
-    """Undirected edges held out of training. Pairs are int64 [n, 2]; `train` holds the remaining edges, both directions."""
+    """Undirected edges held out of training. Pairs are int64 [n, 2]; `train` holds the remaining
+    edges, both directions.
+    """
 
     train: Topology
     val_pos: Tensor
@@ -100,9 +111,11 @@ class LinkSplit:
 
 @dataclass(frozen=True)
 class FeatureMoments:
-    """Moments of the node features over all nodes (§2.1), float64: `mean` and `sqmean` = E[x²] are [F].
+    """Moments of the node features over all nodes (§2.1), float64: `mean` and `sqmean` = E[x²] are
+    [F].
 
-    The (population) covariance is either `cov` [F, F], or, for wide features, `cov_factor` [r, F] with cov ≈ cov_factorᵀ cov_factor.
+    The (population) covariance is either `cov` [F, F], or, for wide features, `cov_factor` [r, F]
+    with cov ≈ cov_factorᵀ cov_factor.
     """
 
     mean: Tensor
@@ -112,7 +125,9 @@ class FeatureMoments:
 
     def as_stored(self) -> FeatureMoments:
         """With the covariance in the precision that a store keeps it in, single."""
-        kept = [None if part is None else part.float().double() for part in (self.cov, self.cov_factor)]
+        kept = [
+            None if part is None else part.float().double() for part in (self.cov, self.cov_factor)
+        ]
         return FeatureMoments(self.mean, self.sqmean, *kept)
 
 
@@ -130,8 +145,8 @@ class Mean:
 
 @dataclass(frozen=True)
 class SampledView:
-    """A second, independent neighbourhood of a batch's positives; fields as in SampledBatch, `pos` in
-    this view's local ids."""
+    """A second, independent neighbourhood of a batch's positives; fields as in SampledBatch, `pos`
+    in this view's local ids."""
 
     node_gid: Tensor
     edges: EdgeList
@@ -142,7 +157,9 @@ class SampledView:
     x: Tensor | None = None
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledView:
-        tensors: dict[str, Any] = {name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos")}
+        tensors: dict[str, Any] = {
+            name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos")
+        }
         x = None if self.x is None else fn(self.x)
         return replace(self, edges=_map_edges(self.edges, fn), x=x, **tensors)
 
@@ -154,14 +171,17 @@ def _map_edges(edges: EdgeList, fn: Callable[[Tensor], Tensor]) -> EdgeList:
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """This rank's part of the global batch of a step, with the neighbourhood needed to encode it. n nodes, b positives, c negatives.
+    """This rank's part of the global batch of a step, with the neighbourhood needed to encode it. n
+    nodes, b positives, c negatives.
 
-    node_gid int64 [n]: seeds (endpoints of the pairs) first, then hop by hop. edges: messages in local ids (bid), used by every routing
-    layer; weight None where all are 1. degree float32 [n]: visible degree, of nodes without messages here too.
-    nodes_per_hop: seeds, then new nodes of each hop; edges_per_hop: messages into the seeds, into the first hop, and so on.
-    pos int64 [b, 2], neg int64 [c, 2]: pairs in local ids, with float32 weights, 0 for padding. global_pos, global_neg: sums of those
-    weights over all ranks, the counts by which losses are divided. b, c and n may be 0 on a rank. x [n, F]: features of the nodes in the
-    store's own type, where the source was given them. `second`: the same positives seen again, where two views are asked for.
+    node_gid int64 [n]: seeds (endpoints of the pairs) first, then hop by hop. edges: messages in
+    local ids (bid), used by every routing layer; weight None where all are 1. degree float32 [n]:
+    visible degree, of nodes without messages here too. nodes_per_hop: seeds, then new nodes of each
+    hop; edges_per_hop: messages into the seeds, into the first hop, and so on. pos int64 [b, 2],
+    neg int64 [c, 2]: pairs in local ids, with float32 weights, 0 for padding. global_pos,
+    global_neg: sums of those weights over all ranks, the counts by which losses are divided. b, c
+    and n may be 0 on a rank. x [n, F]: features of the nodes in the store's own type, where the
+    source was given them. `second`: the same positives seen again, where two views are asked for.
     """
 
     step: int
@@ -182,7 +202,10 @@ class SampledBatch:
     def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledBatch:
         x = None if self.x is None else fn(self.x)
         second = None if self.second is None else self.second._map(fn)
-        tensors: dict[str, Any] = {name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")}
+        tensors: dict[str, Any] = {
+            name: fn(getattr(self, name))
+            for name in ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")
+        }
         return replace(self, edges=_map_edges(self.edges, fn), x=x, second=second, **tensors)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SampledBatch:
@@ -195,11 +218,13 @@ class SampledBatch:
 
 @dataclass(frozen=True)
 class CIScores:
-    """The partition of K factors into contexts F1 (`in_context` True, non-zero score) and F2, with where it came from.
+    """The partition of K factors into contexts F1 (`in_context` True, non-zero score) and F2, with
+    where it came from.
 
-    scores float64 [K] in [0, 1], in_context bool [K], omega float64 [D] the feature weights behind the scores, lam the penalty used
-    (0 when no solve took place). status: "ok", "kept-previous", "random-half", "fallback-top-b", "fallback-smallest", "single-factor"
-    or "skipped-nonfinite"; the caller counts the last one and gives up after three in a row. All tensors live on the CPU.
+    scores float64 [K] in [0, 1], in_context bool [K], omega float64 [D] the feature weights behind
+    the scores, lam the penalty used (0 when no solve took place). status: "ok", "kept-previous",
+    "random-half", "fallback-top-b", "fallback-smallest", "single-factor" or "skipped-nonfinite";
+    the caller counts the last one and gives up after three in a row. All tensors live on the CPU.
     """
 
     scores: Tensor

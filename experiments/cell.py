@@ -34,16 +34,30 @@ _KEPT = (
     "edges",
     "objective",
 )
-_KEPT_OF_CONTROLS = ("node", "few_labels", "cluster", "link", "width", "hops", "alpha", "of", "chosen_by")
+_KEPT_OF_CONTROLS = (
+    "node",
+    "few_labels",
+    "cluster",
+    "link",
+    "width",
+    "hops",
+    "alpha",
+    "of",
+    "chosen_by",
+)
 _FEW_LABELS = [5]  # per class: every run is scored with so many, too
 
 
-def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: Train = stages.pretrain) -> dict[str, Any]:
+def run_cell(
+    cell: Cell, results: Path, runs: Path, progress: Progress, train: Train = stages.pretrain
+) -> dict[str, Any]:
     """Train and score, unless the result is there; a run directory that is there is gone on with."""
     target = cell.path(results)
     if target.is_file():
         return read_result(target)
-    cfg = cell.load(f"run.dir={runs / cell.run_folder / f'seed-{cell.seed}'}", "run.tensorboard=false")
+    cfg = cell.load(
+        f"run.dir={runs / cell.run_folder / f'seed-{cell.seed}'}", "run.tensorboard=false"
+    )
     graph = open_graph(cfg.data)
     # The controls are those of the shipped config: once is enough.
     is_shipped = cell.folder.endswith("/as-shipped")
@@ -54,7 +68,10 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
     summary = train(cfg, progress, graph)
     found = evaluate_run(cfg, graph=graph)
     result = {name: found.get(name) for name in _KEPT}
-    result["controls"] = {name: {part: scores[part] for part in _KEPT_OF_CONTROLS if part in scores} for name, scores in found.get("controls", {}).items()}
+    result["controls"] = {
+        name: {part: scores[part] for part in _KEPT_OF_CONTROLS if part in scores}
+        for name, scores in found.get("controls", {}).items()
+    }
     if cell.extra == "views":
         result["views"] = view_scores(cfg, graph, read_test=True)
     if cell.extra == "low_labels":
@@ -71,7 +88,10 @@ def run_cell(cell: Cell, results: Path, runs: Path, progress: Progress, train: T
         "seconds": round(summary["seconds"], 1),
         "peak_rss_gb": round(environment.peak_memory() / 1e9, 2),
         "commit": code_commit(),
-        "environment": {name: facts[name] for name in ("python", "platform", "cpu_count", "torch_threads", "packages")},
+        "environment": {
+            name: facts[name]
+            for name in ("python", "platform", "cpu_count", "torch_threads", "packages")
+        },
     }
     artifacts.write_json(target, result)
     return result
@@ -83,13 +103,21 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def code_commit() -> str | None:
-    """The commit of the code, marked when code or configs had changes since; None outside a repository."""
+    """The commit of the code, marked when code or configs had changes since; None outside a
+    repository.
+    """
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(Path(__file__).parents[1]), *words], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parents[1]), *words], capture_output=True, text=True
+        ).stdout.strip()
 
     commit = git("describe", "--always")
-    return f"{commit}-dirty" if commit and git("status", "--porcelain", "--", "cimage_dist", "configs") else commit or None
+    return (
+        f"{commit}-dirty"
+        if commit and git("status", "--porcelain", "--", "cimage_dist", "configs")
+        else commit or None
+    )
 
 
 def cell_command(cell: Cell, results: Path, runs: Path) -> list[str]:

@@ -20,11 +20,15 @@ _HEAD = (
 
 
 def document(tables: Sequence[Table], results: Path) -> str:
-    begun = [table for table in tables if any(cell.path(results).is_file() for cell in table.cells())]
+    begun = [
+        table for table in tables if any(cell.path(results).is_file() for cell in table.cells())
+    ]
     rest = [f"`{table.name}` ({table.title.lower()})" for table in tables if table not in begun]
     said = [f"- {sentence}" for sentence in verdict(begun, results)]
     lines = [line for table in begun for line in render_table(table, results)]
-    return "\n".join([*_HEAD, *said, "", *lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]).strip()
+    return "\n".join(
+        [*_HEAD, *said, "", *lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]
+    ).strip()
 
 
 def render_document(path: Path, tables: Sequence[Table], results: Path) -> None:

@@ -1,4 +1,6 @@
-"""Cells of a benchmark as Ray tasks: the command runs wherever the cluster has room. The folder it is given in lies on a file system all nodes mount."""
+"""Cells of a benchmark as Ray tasks: the command runs wherever the cluster has room. The folder it
+is given in lies on a file system all nodes mount.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,13 @@ def on_ray() -> tuple[Execute, int]:
     task: Any = ray.remote(max_retries=2)(here)
 
     def execute(command: list[str]) -> tuple[int, str]:
-        # A run of several workers asks this cluster for their room itself: with a share of its own it could wait for that for ever.
-        found: tuple[int, str] = ray.get(task.options(num_cpus=0 if wants_workers(command) else 1).remote(command, folder, {"RAY_ADDRESS": address}))
+        # A run of several workers asks this cluster for their room itself: with a share of its own
+        # it could wait for that for ever.
+        found: tuple[int, str] = ray.get(
+            task.options(num_cpus=0 if wants_workers(command) else 1).remote(
+                command, folder, {"RAY_ADDRESS": address}
+            )
+        )
         return found
 
     return execute, max(1, int(ray.cluster_resources().get("CPU", 1)))

@@ -27,7 +27,8 @@ def _in_this_process(words: list[str]) -> tuple[int, str]:
 
 
 class KeptProcesses:
-    """Runs commands of `work` in processes that stay, one for each calling thread: loading the libraries takes as long as a small run.
+    """Runs commands of `work` in processes that stay, one for each calling thread: loading the
+    libraries takes as long as a small run.
 
     A process that dies (out of memory, say) fails its command and is replaced for the next.
     """
@@ -42,13 +43,18 @@ class KeptProcesses:
         if wants_workers(command):
             return here(command)  # starts Ray, which is to end with the run
         if not hasattr(self._own, "pool"):
-            self._own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
+            self._own.pool = ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn"), end_with_parent
+            )
             self._all.append(self._own.pool)
         try:
             found: tuple[int, str] = self._own.pool.submit(_in_this_process, command[3:]).result()
         except BrokenProcessPool:
             del self._own.pool
-            return 1, "the process died; the machine may have run out of memory (fewer --jobs need less)"
+            return (
+                1,
+                "the process died; the machine may have run out of memory (fewer --jobs need less)",
+            )
         return found
 
     def close(self) -> None:

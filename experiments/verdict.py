@@ -1,4 +1,6 @@
-"""What the tables say, in sentences made from the result files: against published numbers, against controls, and row against row."""
+"""What the tables say, in sentences made from the result files: against published numbers, against
+controls, and row against row.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,29 @@ from typing import Any
 
 import numpy as np
 
-from cimage_dist.eval.statistics import CONTROLS, LEVEL, MARGIN, Comparison, Paired, equal, paired, stands_out, value_at
+from cimage_dist.eval.statistics import (
+    CONTROLS,
+    LEVEL,
+    MARGIN,
+    Comparison,
+    Paired,
+    equal,
+    paired,
+    stands_out,
+    value_at,
+)
 from experiments.low_labels import RATIOS
 from experiments.render import published_at, results_of
 from experiments.spec import Table
 
 HOW_TO_READ = (
     "In square brackets the 95 % interval of the mean difference, seed by seed, in points. "
-    "Two rows differ when Holm's test over all comparisons of its table rejects equality at 5 %; they are equal within "
-    f"{MARGIN:g} points when both one-sided paired t-tests (TOST) put the difference inside ±{MARGIN:g} (p < {LEVEL:g}, by Holm's test too); "
-    "all others are undecided. On Cora, Citeseer and Pubmed all seeds share the one public split: tests cover the noise of training on it, "
+    "Two rows differ when Holm's test over all comparisons of its table rejects equality at 5 "
+    "%; they are equal within "
+    f"{MARGIN:g} points when both one-sided paired t-tests (TOST) put the difference inside "
+    f"±{MARGIN:g} (p < {LEVEL:g}, by Holm's test too); "
+    "all others are undecided. On Cora, Citeseer and Pubmed all seeds share the one public "
+    "split: tests cover the noise of training on it, "
     "not that of other labels."
 )
 _MOST_LISTED = 8
@@ -34,14 +49,21 @@ def verdict(tables: Sequence[Table], results: Path) -> list[str]:
             _few(table, results),
         ):
             if sentence:
-                said.append(f"{table.title}{'' if table.title.endswith('?') else ':'} {sentence[0].upper()}{sentence[1:]}.")
+                said.append(
+                    f"{table.title}{'' if table.title.endswith('?') else ':'} "
+                    f"{sentence[0].upper()}{sentence[1:]}."
+                )
     return said
 
 
 def _means(table: Table, results: Path, row: str) -> Iterator[tuple[str, float]]:
     path = next(iter(table.scores))
     for dataset in table.seeds:
-        values = [v for r in results_of(table, results, dataset, row) if (v := value_at(r, path)) is not None]
+        values = [
+            v
+            for r in results_of(table, results, dataset, row)
+            if (v := value_at(r, path)) is not None
+        ]
         if values:
             yield dataset, float(np.mean(values))
 
@@ -54,12 +76,17 @@ def _against_published(table: Table, results: Path) -> str:
     for dataset, mean in _means(table, results, row):
         other = published_at(table, row, dataset, next(iter(table.scores)))
         if other is not None:
-            parts.append(f"{dataset} {mean:.2f}, {abs(mean - other):.2f} {'above' if mean >= other else 'below'} the published {other:.2f}")
+            parts.append(
+                f"{dataset} {mean:.2f}, {abs(mean - other):.2f} "
+                f"{'above' if mean >= other else 'below'} the published {other:.2f}"
+            )
     return "; ".join(parts)
 
 
 def _against_controls(table: Table, results: Path) -> str:
-    """Seed by seed against the best control by the mean pool score; by this score where a result has none."""
+    """Seed by seed against the best control by the mean pool score; by this score where a result
+    has none.
+    """
     if not table.controls or table.against is not None:
         return ""
     path, row = next(iter(table.scores)), next(iter(table.rows))
@@ -67,11 +94,22 @@ def _against_controls(table: Table, results: Path) -> str:
     for dataset in table.seeds:
         found = results_of(table, results, dataset, row)
         controls: dict[str, list[dict[str, Any]]] = {
-            c: [r["controls"][c] | {"seed": r["seed"]} for r in found if c in (r.get("controls") or {})] for c in CONTROLS
+            c: [
+                r["controls"][c] | {"seed": r["seed"]}
+                for r in found
+                if c in (r.get("controls") or {})
+            ]
+            for c in CONTROLS
         }
-        is_by_pool = path.startswith(("node.", "few_labels.")) and all(value_at(r, "node.pool") is not None for rows in controls.values() for r in rows)
+        is_by_pool = path.startswith(("node.", "few_labels.")) and all(
+            value_at(r, "node.pool") is not None for rows in controls.values() for r in rows
+        )
         by = "node.pool" if is_by_pool else path
-        scored = {c: np.mean([value_at(r, by) or 0.0 for r in rows]) for c, rows in controls.items() if rows}
+        scored = {
+            c: np.mean([value_at(r, by) or 0.0 for r in rows])
+            for c, rows in controls.items()
+            if rows
+        }
         if scored:
             best = max(scored, key=lambda c: scored[c])
             gap = paired(found, controls[best], path)
@@ -94,19 +132,37 @@ def _rows(table: Table, results: Path) -> str:
         for dataset in table.seeds:
             if table.is_same_run(dataset, row, table.against):
                 continue
-            found = paired(results_of(table, results, dataset, table.against), results_of(table, results, dataset, row), path)
+            found = paired(
+                results_of(table, results, dataset, table.against),
+                results_of(table, results, dataset, row),
+                path,
+            )
             if found is not None:
                 comparisons.append(Comparison(dataset, row, found))
     if not comparisons:
         return ""
     clear, same = stands_out(comparisons), equal(comparisons)
     # A small difference can be both: not 0, and inside the margin.
-    said = ["differs" if c else f"equal within {MARGIN:g} (TOST p<{LEVEL:g})" if e else "undecided" for c, e in zip(clear, same, strict=True)]
-    listed = [(c, word) for c, word in zip(comparisons, said, strict=True) if len(comparisons) <= _MOST_LISTED or word == "differs"]
+    said = [
+        "differs" if c else f"equal within {MARGIN:g} (TOST p<{LEVEL:g})" if e else "undecided"
+        for c, e in zip(clear, same, strict=True)
+    ]
+    listed = [
+        (c, word)
+        for c, word in zip(comparisons, said, strict=True)
+        if len(comparisons) <= _MOST_LISTED or word == "differs"
+    ]
     words = [f"{said.count(word)} {word}" for word in sorted(set(said))]
-    counts = f"{len(comparisons)} comparison{'s' if len(comparisons) > 1 else ''}: {', '.join(words)}"
-    by_row = {row: ", ".join(f"{c.dataset} {_gap(c.found)} {word}" for c, word in listed if c.row == row) for row in table.rows}
-    return "; ".join([counts, *(f"{table.against} minus {row}: {gaps}" for row, gaps in by_row.items() if gaps)])
+    counts = (
+        f"{len(comparisons)} comparison{'s' if len(comparisons) > 1 else ''}: {', '.join(words)}"
+    )
+    by_row = {
+        row: ", ".join(f"{c.dataset} {_gap(c.found)} {word}" for c, word in listed if c.row == row)
+        for row in table.rows
+    }
+    return "; ".join(
+        [counts, *(f"{table.against} minus {row}: {gaps}" for row, gaps in by_row.items() if gaps)]
+    )
 
 
 def _few(table: Table, results: Path) -> str:
@@ -115,9 +171,22 @@ def _few(table: Table, results: Path) -> str:
     parts = []
     for dataset in table.seeds:
         found = results_of(table, results, dataset, next(iter(table.rows)))
-        rows = {key: [{"seed": r["seed"], **{p: row.get(key) for p, row in r["low_labels"].items()}} for r in found] for key in ("ours", *_FEW)}
+        rows = {
+            key: [
+                {"seed": r["seed"], **{p: row.get(key) for p, row in r["low_labels"].items()}}
+                for r in found
+            ]
+            for key in ("ours", *_FEW)
+        }
         for key, name in _FEW.items():
-            gaps = [(ratio, gap) for ratio in (RATIOS[0], RATIOS[-1]) if (gap := paired(rows["ours"], rows[key], f"{100 * ratio:g}")) is not None]
+            gaps = [
+                (ratio, gap)
+                for ratio in (RATIOS[0], RATIOS[-1])
+                if (gap := paired(rows["ours"], rows[key], f"{100 * ratio:g}")) is not None
+            ]
             if gaps:
-                parts.append(f"{dataset}, probe minus {name} {', '.join(f'{_gap(gap)} at {ratio:.0%}' for ratio, gap in gaps)}")
+                parts.append(
+                    f"{dataset}, probe minus {name} "
+                    f"{', '.join(f'{_gap(gap)} at {ratio:.0%}' for ratio, gap in gaps)}"
+                )
     return "; ".join(parts)

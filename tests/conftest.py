@@ -12,15 +12,22 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 
-torch.set_num_threads(1)  # several processes share two cores in some tests; spinning threads would starve each other
+torch.set_num_threads(
+    1
+)  # several processes share two cores in some tests; spinning threads would starve each other
 
 
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """Folder of the real benchmark datasets; tests that need it are skipped where it is absent."""
-    root = Path(os.environ.get("CIMAGE_DATA_ROOT") or Path(__file__).parents[2] / "shared" / "datasets")
+    root = Path(
+        os.environ.get("CIMAGE_DATA_ROOT") or Path(__file__).parents[2] / "shared" / "datasets"
+    )
     if not (root / "Planetoid").is_dir():
-        pytest.skip("real datasets not found: set CIMAGE_DATA_ROOT to the folder that holds Planetoid/, Amazon/, ...")
+        pytest.skip(
+            "real datasets not found: set CIMAGE_DATA_ROOT to the folder that holds Planetoid/, "
+            "Amazon/, ..."
+        )
     return root
 
 
@@ -53,7 +60,9 @@ def small_sbm_settings(store_dir: Path) -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of several ranks take longest and come first, so that parallel test processes end together; without CUDA those of a GPU are skipped."""
+    """The tests of several ranks take longest and come first, so that parallel test processes end
+    together; without CUDA those of a GPU are skipped.
+    """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

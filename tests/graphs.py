@@ -12,9 +12,15 @@ def topology_from_pairs(pairs: np.ndarray | list[tuple[int, int]], num_nodes: in
     """Symmetric, coalesced, without self-loops."""
     pairs = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
     pairs = pairs[pairs[:, 0] != pairs[:, 1]]
-    keys = np.unique(np.concatenate([pairs[:, 0] * num_nodes + pairs[:, 1], pairs[:, 1] * num_nodes + pairs[:, 0]]))
+    keys = np.unique(
+        np.concatenate(
+            [pairs[:, 0] * num_nodes + pairs[:, 1], pairs[:, 1] * num_nodes + pairs[:, 0]]
+        )
+    )
     rows, cols = keys // num_nodes, keys % num_nodes
-    return Topology(torch.from_numpy(np.searchsorted(rows, np.arange(num_nodes + 1))), torch.from_numpy(cols))
+    return Topology(
+        torch.from_numpy(np.searchsorted(rows, np.arange(num_nodes + 1))), torch.from_numpy(cols)
+    )
 
 
 def random_topology(num_nodes: int, num_pairs: int, seed: int = 0) -> Topology:
@@ -26,8 +32,12 @@ def star(leaves: int) -> Topology:
     return topology_from_pairs([(0, i) for i in range(1, leaves + 1)], leaves + 1)
 
 
-def planted_blocks(num_nodes: int, num_blocks: int, seed: int = 0) -> tuple[torch.Tensor, Topology, torch.Tensor]:
-    """(features, graph, block): about ten neighbours inside the block and one outside; features hint at the block through noise."""
+def planted_blocks(
+    num_nodes: int, num_blocks: int, seed: int = 0
+) -> tuple[torch.Tensor, Topology, torch.Tensor]:
+    """(features, graph, block): about ten neighbours inside the block and one outside; features
+    hint at the block through noise.
+    """
     rng = np.random.default_rng(seed)
     y = np.arange(num_nodes) % num_blocks
     size = num_nodes // num_blocks
@@ -37,4 +47,8 @@ def planted_blocks(num_nodes: int, num_blocks: int, seed: int = 0) -> tuple[torc
     pairs = np.stack([ends, others], 1)
     hint = rng.normal(size=(num_blocks, 16))[y]
     x = hint + 2.0 * rng.normal(size=(num_nodes, 16))
-    return torch.from_numpy(x), topology_from_pairs(pairs[ends != others], num_nodes), torch.from_numpy(y)
+    return (
+        torch.from_numpy(x),
+        topology_from_pairs(pairs[ends != others], num_nodes),
+        torch.from_numpy(y),
+    )

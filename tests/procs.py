@@ -1,4 +1,6 @@
-"""Run a function on several ranks, each a spawned process on this machine, and collect what each returned."""
+"""Run a function on several ranks, each a spawned process on this machine, and collect what each
+returned.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _child(rank: int, world: int, port: int, backend: str, fn: Callable[..., Any], args: tuple[Any, ...], queue: Any) -> None:
+def _child(
+    rank: int,
+    world: int,
+    port: int,
+    backend: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    queue: Any,
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:
@@ -34,15 +44,24 @@ def _child(rank: int, world: int, port: int, backend: str, fn: Callable[..., Any
         queue.put((rank, None, traceback.format_exc()))
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 180.0, backend: str = "gloo") -> list[Any]:
-    """`[fn(comm, *args) of rank 0, of rank 1, ...]`. `fn` must be a module-level function; a failing rank's traceback is raised here.
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 180.0, backend: str = "gloo"
+) -> list[Any]:
+    """`[fn(comm, *args) of rank 0, of rank 1, ...]`. `fn` must be a module-level function; a
+    failing rank's traceback is raised here.
 
-    Return numpy arrays or plain values: torch tensors would travel through shared memory that dies with the child.
+    Return numpy arrays or plain values: torch tensors would travel through shared memory that dies
+    with the child.
     """
     context = mp.get_context("spawn")
     queue = context.Queue()
     port = _free_port()
-    children = [context.Process(target=_child, args=(rank, world, port, backend, fn, args, queue), daemon=True) for rank in range(world)]
+    children = [
+        context.Process(
+            target=_child, args=(rank, world, port, backend, fn, args, queue), daemon=True
+        )
+        for rank in range(world)
+    ]
     for child in children:
         child.start()
     results: dict[int, Any] = {}

@@ -29,7 +29,9 @@ def delta(labels: NDArray[np.int64]) -> Array:
     return out
 
 
-def dense_statistics(x: Array, labels: NDArray[np.int64], blocks: NDArray[np.int64]) -> tuple[Array, Array, float]:
+def dense_statistics(
+    x: Array, labels: NDArray[np.int64], blocks: NDArray[np.int64]
+) -> tuple[Array, Array, float]:
     """G, b, y2 by stacking the flattened kernels of all blocks as rows of one tall matrix."""
     x = x / (x.std(axis=0) + 1e-19)
     size = blocks.shape[1]
@@ -40,18 +42,32 @@ def dense_statistics(x: Array, labels: NDArray[np.int64], blocks: NDArray[np.int
         target[part] = normalised_centred(delta(labels[rows])).ravel()
         for d in range(x.shape[1]):
             tall[part, d] = normalised_centred(gaussian(x[rows, d])).ravel()
-    return tall.T @ tall / len(blocks), tall.T @ target / len(blocks), float(target @ target) / len(blocks)
+    return (
+        tall.T @ tall / len(blocks),
+        tall.T @ target / len(blocks),
+        float(target @ target) / len(blocks),
+    )
 
 
-def dense_conditional(x: Array, free: NDArray[np.int64], inside: NDArray[np.int64], weight: Array) -> Array:
-    """Σ_y (n_y/n) G_y with the within-class kernels divided by the mean norm over unconditional blocks."""
+def dense_conditional(
+    x: Array, free: NDArray[np.int64], inside: NDArray[np.int64], weight: Array
+) -> Array:
+    """Σ_y (n_y/n) G_y with the within-class kernels divided by the mean norm over unconditional
+    blocks.
+    """
     x = x / (x.std(axis=0) + 1e-19)
     size = free.shape[1]
     h = np.eye(size) - np.ones((size, size)) / size
-    norm = [np.mean([np.linalg.norm(h @ gaussian(x[rows, d]) @ h) for rows in free]) for d in range(x.shape[1])]
+    norm = [
+        np.mean([np.linalg.norm(h @ gaussian(x[rows, d]) @ h) for rows in free])
+        for d in range(x.shape[1])
+    ]
     out = np.zeros((x.shape[1], x.shape[1]))
     for rows, share in zip(inside, weight, strict=True):
-        stack = np.stack([normalised_centred(gaussian(x[rows, d]), norm[d]).ravel() for d in range(x.shape[1])], axis=1)
+        stack = np.stack(
+            [normalised_centred(gaussian(x[rows, d]), norm[d]).ravel() for d in range(x.shape[1])],
+            axis=1,
+        )
         out += share * stack.T @ stack
     return out
 
@@ -73,7 +89,13 @@ def cyclic_descent(matrix: Array, linear: Array, sweeps: int) -> Array:
     return w
 
 
-def confident(labels: NDArray[np.int64], confidence: Array, gids: NDArray[np.int64], fraction: float, minimum: int) -> NDArray[np.bool_]:
+def confident(
+    labels: NDArray[np.int64],
+    confidence: Array,
+    gids: NDArray[np.int64],
+    fraction: float,
+    minimum: int,
+) -> NDArray[np.bool_]:
     """Best rows of each cluster by a full sort."""
     out = np.zeros(len(labels), dtype=bool)
     for c in np.unique(labels[labels >= 0]):

@@ -49,7 +49,9 @@ def _value(text: str) -> Any:
 
 
 def changed(base: Sequence[str], *overrides: str) -> Config:
-    """The config of `base`, with further `key=value` set on a copy without the checks of `load_config`."""
+    """The config of `base`, with further `key=value` set on a copy without the checks of
+    `load_config`.
+    """
     cfg = copy.deepcopy(_loaded(tuple(base)))
     for text in overrides:
         key, _, value = text.partition("=")

@@ -65,14 +65,21 @@ def test_sample(settings: list[str], tmp_path: Path) -> None:
     pretrainer.save(tmp_path / "model")
     again = Pretrainer.load(tmp_path / "model").embed(graph)
 
-    assert z.shape == (300, 12) and z.dtype == torch.float32 and bool(z.isfinite().all()) and not z.requires_grad
+    assert (
+        z.shape == (300, 12)
+        and z.dtype == torch.float32
+        and bool(z.isfinite().all())
+        and not z.requires_grad
+    )
     assert torch.equal(again, z)
     assert 0 <= scores["node"]["test"] <= 100 and 0 <= scores["cluster"]["nmi"] <= 100
     assert scores["link"] is None and scores["link_reason"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_saved_and_loaded_equals_fitted_and_the_command_line(name: str, settings: list[str], tmp_path: Path) -> None:
+def test_saved_and_loaded_equals_fitted_and_the_command_line(
+    name: str, settings: list[str], tmp_path: Path
+) -> None:
     settings = [*settings, *VARIANTS[name]]
     cfg = load_config(overrides=settings)
     graph = open_graph(cfg.data)
@@ -101,7 +108,10 @@ def test_learned_attributes(cfg: Config, small_sbm: Graph, tmp_path: Path) -> No
     scored = Pretrainer(cfg).fit(small_sbm)
     scores = scored.ci_scores_
     assert scores is not None and scores.scores.shape == scores.in_context.shape == (3,)
-    assert bool(((scores.scores >= 0) & (scores.scores <= 1)).all()) and 1 <= int(scores.in_context.sum()) <= 2
+    assert (
+        bool(((scores.scores >= 0) & (scores.scores <= 1)).all())
+        and 1 <= int(scores.in_context.sum()) <= 2
+    )
     assert [r["step"] for r in scored.history_ if r["kind"] == "ci"] == [0, 2]
     kept = Pretrainer.load(scored.save(tmp_path / "scored")).ci_scores_
     assert kept is not None
@@ -111,15 +121,21 @@ def test_learned_attributes(cfg: Config, small_sbm: Graph, tmp_path: Path) -> No
 
 
 def test_best_by_validation_is_the_model_kept(settings: list[str], small_sbm: Graph) -> None:
-    fitted = Pretrainer(load_config(overrides=[*settings, *VARIANTS["best by validation"]])).fit(small_sbm)
+    fitted = Pretrainer(load_config(overrides=[*settings, *VARIANTS["best by validation"]])).fit(
+        small_sbm
+    )
     scores = {r["step"]: r["score"] for r in fitted.history_ if r["kind"] == "val"}
     assert fitted.step_ == max(scores, key=lambda step: (scores[step], -step))
-    stopped = Pretrainer(load_config(overrides=[*settings, *BUSY, f"train.epochs={fitted.step_}"])).fit(small_sbm)
+    stopped = Pretrainer(
+        load_config(overrides=[*settings, *BUSY, f"train.epochs={fitted.step_}"])
+    ).fit(small_sbm)
     assert torch.equal(stopped.embed(small_sbm), fitted.embed(small_sbm))
 
 
 def test_pyg_data(cfg: Config, small_sbm: Graph) -> None:
-    """The same graph as a Data, one direction of each edge and in another order, gives the same embedding and scores."""
+    """The same graph as a Data, one direction of each edge and in another order, gives the same
+    embedding and scores.
+    """
     data = small_sbm.to_data()
     assert isinstance(data, Data)
     z = Pretrainer(cfg).fit(small_sbm).embed(small_sbm)
@@ -140,7 +156,10 @@ def test_embedding_of_another_graph(cfg: Config, small_sbm: Graph) -> None:
 
 
 def test_misuse(cfg: Config, small_sbm: Graph, tmp_path: Path) -> None:
-    for act in (lambda: Pretrainer(cfg).embed(small_sbm), lambda: Pretrainer(cfg).save(tmp_path / "model")):
+    for act in (
+        lambda: Pretrainer(cfg).embed(small_sbm),
+        lambda: Pretrainer(cfg).save(tmp_path / "model"),
+    ):
         with pytest.raises(UserError, match=r"not fitted yet.*fit\(graph\)"):
             act()
     with pytest.raises(UserError, match=r"Expected a graph from open_graph.*got str"):
@@ -177,8 +196,12 @@ def test_evaluate_options(cfg: Config, small_sbm: Graph) -> None:
     z = torch.nn.functional.one_hot(small_sbm.labels()).double()  # type: ignore[arg-type]
     scores = evaluate(z.half(), small_sbm, cfg)
     assert scores["cluster"]["acc"] == scores["cluster"]["nmi"] == pytest.approx(100)
-    assert "cluster" not in evaluate(z, small_sbm, cfg, tasks=["node"]) and "node" not in evaluate(z, small_sbm, cfg, tasks=["cluster"])
-    assert evaluate(z, small_sbm, tasks=["cluster"])["cluster"]["acc"] == pytest.approx(100)  # the config may be left out
+    assert "cluster" not in evaluate(z, small_sbm, cfg, tasks=["node"]) and "node" not in evaluate(
+        z, small_sbm, cfg, tasks=["cluster"]
+    )
+    assert evaluate(z, small_sbm, tasks=["cluster"])["cluster"]["acc"] == pytest.approx(
+        100
+    )  # the config may be left out
     with pytest.raises(UserError, match=r"Unknown evaluation task 'nodes'.*node, link, cluster"):
         evaluate(z, small_sbm, cfg, tasks=["nodes"])
 
@@ -192,7 +215,9 @@ def test_fit_and_embed_leave_the_callers_state_alone(cfg: Config, small_sbm: Gra
     assert dataclasses.asdict(cfg) == untouched
 
 
-def test_progress_is_shown_when_asked_for(cfg: Config, small_sbm: Graph, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_when_asked_for(
+    cfg: Config, small_sbm: Graph, capsys: pytest.CaptureFixture[str]
+) -> None:
     Pretrainer(cfg).fit(small_sbm)
     assert capsys.readouterr() == ("", "")
     Pretrainer(cfg, progress=True).fit(small_sbm)
@@ -201,7 +226,11 @@ def test_progress_is_shown_when_asked_for(cfg: Config, small_sbm: Graph, capsys:
 
 
 def test_public_names() -> None:
-    assert set(dir(cimage_dist)) == set(cimage_dist.__all__) >= {"Pretrainer", "evaluate", "load_config", "open_graph", "Config", "Graph", "UserError"}
+    assert (
+        set(dir(cimage_dist))
+        == set(cimage_dist.__all__)
+        >= {"Pretrainer", "evaluate", "load_config", "open_graph", "Config", "Graph", "UserError"}
+    )
     for name in cimage_dist.__all__:
         assert getattr(cimage_dist, name) is not None
     with pytest.raises(AttributeError, match="Pretraner"):

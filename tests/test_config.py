@@ -10,7 +10,9 @@ from cimage_dist.config_loading import known_keys, load_config, to_yaml
 from cimage_dist.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-YAMLS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "sweeps")  # those are checked in tests/tune
+YAMLS = sorted(
+    path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "sweeps"
+)  # those are checked in tests/tune
 
 
 def test_later_layers_win(tmp_path):
@@ -25,25 +27,48 @@ def test_later_layers_win(tmp_path):
 def test_every_yaml_loads_and_says_how_to_use_it(path):
     load_config(path)
     assert path.read_text().startswith("# "), "a config opens with what it is for"
-    assert "cimage " in path.read_text().splitlines()[0] + path.read_text().splitlines()[1], "its header shows a command"
+    assert "cimage " in path.read_text().splitlines()[0] + path.read_text().splitlines()[1], (
+        "its header shows a command"
+    )
 
 
 def test_the_expected_configs_are_there():
     names = {str(path.relative_to(ROOT / "configs")) for path in YAMLS}
-    wanted = {f"node/{n}.yaml" for n in ("cora", "citeseer", "pubmed", "photo", "computers", "wikics", "arxiv")}
-    wanted |= {f"link/{n}.yaml" for n in ("cora", "citeseer", "pubmed")} | {"demo.yaml", "large/products.yaml", "large/papers100m.yaml"}
+    wanted = {
+        f"node/{n}.yaml"
+        for n in ("cora", "citeseer", "pubmed", "photo", "computers", "wikics", "arxiv")
+    }
+    wanted |= {f"link/{n}.yaml" for n in ("cora", "citeseer", "pubmed")} | {
+        "demo.yaml",
+        "large/products.yaml",
+        "large/papers100m.yaml",
+    }
     assert wanted | {f"resources/{n}.yaml" for n in ("laptop", "gpu8", "cluster")} <= names
 
 
 def test_fingerprint_ignores_where_and_on_what(tmp_path):
     base = fingerprint(load_config())
-    assert fingerprint(load_config(overrides=["run.seed=5", "resources.threads=2", "data.store_dir=/elsewhere", "run.dir=x"])) == base
+    assert (
+        fingerprint(
+            load_config(
+                overrides=[
+                    "run.seed=5",
+                    "resources.threads=2",
+                    "data.store_dir=/elsewhere",
+                    "run.dir=x",
+                ]
+            )
+        )
+        == base
+    )
     assert fingerprint(load_config(overrides=["model.num_layers=9"])) != base
     assert fingerprint(load_config(overrides=["data.name=cora"])) != base
 
 
 def test_saved_config_reads_back_the_same(tmp_path):
-    cfg = load_config(ROOT / "configs/node/cora.yaml", overrides=["run.seed=3", "optim.weight_decay=1.0e-07"])
+    cfg = load_config(
+        ROOT / "configs/node/cora.yaml", overrides=["run.seed=3", "optim.weight_decay=1.0e-07"]
+    )
     (tmp_path / "c.yaml").write_text(to_yaml(cfg))
     assert load_config(tmp_path / "c.yaml") == cfg
 
@@ -71,7 +96,11 @@ def test_daily_keys_are_kept():
 
 def test_every_key_is_explained_and_read_somewhere():
     """A key nobody reads is a lie to its user."""
-    source = "\n".join(path.read_text() for path in (ROOT / "cimage_dist").rglob("*.py") if path.name != "config.py")
+    source = "\n".join(
+        path.read_text()
+        for path in (ROOT / "cimage_dist").rglob("*.py")
+        if path.name != "config.py"
+    )
     for key, _, about in known_keys():
         assert about, key
         assert re.search(rf"\.{key.rsplit('.', 1)[-1]}\b", source), f"{key} is read nowhere"
@@ -112,7 +141,13 @@ def test_bad_values_name_the_key_and_the_fix(override, words):
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("a: [", "yaml"), ("- 1\n- 2\n", "mapping"), ("train: 5\n", "section"), ("train: {epochs: 1, epochs: 2}\n", "duplicate"), ("x: 1\n", "Unknown")],
+    [
+        ("a: [", "yaml"),
+        ("- 1\n- 2\n", "mapping"),
+        ("train: 5\n", "section"),
+        ("train: {epochs: 1, epochs: 2}\n", "duplicate"),
+        ("x: 1\n", "Unknown"),
+    ],
 )
 def test_bad_yaml_names_the_file(tmp_path, text, word):
     path = tmp_path / "bad.yaml"

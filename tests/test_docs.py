@@ -19,7 +19,12 @@ from experiments.render import outdated
 from experiments.spec import RULER, load_tables
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "Makefile",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "configs").rglob("*.yaml")),
+]
 
 
 def commands(documents: Sequence[Path] = DOCUMENTS) -> list[tuple[str, str]]:
@@ -34,7 +39,9 @@ def commands(documents: Sequence[Path] = DOCUMENTS) -> list[tuple[str, str]]:
 
 
 def check(command: str) -> None:
-    """It parses, a submitted line too, and its config loads. A verb alone may be a mention: it must exist."""
+    """It parses, a submitted line too, and its config loads. A verb alone may be a mention: it must
+    exist.
+    """
     words = shlex.split(command)[1:]
     if len(words) == 1:
         assert any(words[0] in family.VERBS for family in FAMILIES), command
@@ -42,7 +49,9 @@ def check(command: str) -> None:
     args = parse(words)
     if args.verb == "submit":
         _, args = job_line(args)
-    is_folder = args.verb == "report" and len(args.settings) == 1 and Path(args.settings[0]).is_dir()
+    is_folder = (
+        args.verb == "report" and len(args.settings) == 1 and Path(args.settings[0]).is_dir()
+    )
     if getattr(args, "settings", None) and not is_folder:
         config_for(getattr(args, "job", args.verb), *split_settings(args.settings))
 
@@ -65,7 +74,9 @@ def test_the_readme_tree_names_what_exists():
 
 def test_the_readme_sample_runs(monkeypatch, tmp_path, capsys):
     sample = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    sample = sample.replace("configs/demo.yaml", str(ROOT / "configs/demo.yaml")).replace("train.epochs=20", 'train.epochs=2", "eval.few_labels=[]')
+    sample = sample.replace("configs/demo.yaml", str(ROOT / "configs/demo.yaml")).replace(
+        "train.epochs=20", 'train.epochs=2", "eval.few_labels=[]'
+    )
     monkeypatch.chdir(tmp_path)
     exec(compile(sample, "README.md", "exec"), {})
     assert "'node'" in capsys.readouterr().out
@@ -84,19 +95,33 @@ def test_results_were_made_with_the_configs_that_are_shipped(monkeypatch):
     cells = [cell for table in load_tables(Path("experiments/tables")) for cell in table.cells()]
     # Results scored by an earlier ruler are outdated, and the document says so under their table.
     old = [cell for cell in cells if outdated(cell, results)]
-    assert [cell.folder for cell in old if read_result(cell.path(results)).get("ruler", 1) == RULER] == []
+    assert [
+        cell.folder for cell in old if read_result(cell.path(results)).get("ruler", 1) == RULER
+    ] == []
     used = {cell.path(results) for cell in cells}
     assert set(results.glob("*/*/*/seed-*.json")) <= used, "a result that no table shows"
     there = [cell for cell in cells if cell.path(results).is_file()]
-    assert [cell.folder for cell in there if read_result(cell.path(results))["command"] != cell.command()] == []
+    assert [
+        cell.folder
+        for cell in there
+        if read_result(cell.path(results))["command"] != cell.command()
+    ] == []
 
 
 def test_every_cited_section_is_in_the_method():
     """`§n` in code, configs and documents means a heading of docs/METHOD.md."""
     method = (ROOT / "docs/METHOD.md").read_text()
     sections = set(re.findall(r"^##+ (\d+(?:\.\d+)*)\.? ", method, flags=re.M))
-    places = [path for folder in ("cimage_dist", "configs", "experiments", "benchmarks", "docs", "tests") for path in (ROOT / folder).rglob("*")]
+    places = [
+        path
+        for folder in ("cimage_dist", "configs", "experiments", "benchmarks", "docs", "tests")
+        for path in (ROOT / folder).rglob("*")
+    ]
     texts = {path: path.read_text() for path in places if path.suffix in (".py", ".md", ".yaml")}
-    cited = [(path, number) for path, text in texts.items() for number in re.findall(r"§(\d+(?:\.\d+)*)", text)]
+    cited = [
+        (path, number)
+        for path, text in texts.items()
+        for number in re.findall(r"§(\d+(?:\.\d+)*)", text)
+    ]
     assert len(cited) > 100
     assert not [(str(path), number) for path, number in cited if number not in sections]

@@ -76,19 +76,38 @@ def test_import_directions(path):
     for name in imports_of(path):
         parts = name.split(".")
         if parts[0] == "cimage_dist" and len(parts) > 1 and not parts[1].startswith("__"):
-            assert parts[1] == layer or parts[1] in ALLOWED[layer], f"{path}: {layer} must not import {parts[1]}"
+            assert parts[1] == layer or parts[1] in ALLOWED[layer], (
+                f"{path}: {layer} must not import {parts[1]}"
+            )
         if parts[0] in CONFINED:
-            assert layer in CONFINED[parts[0]], f"{path}: {parts[0]} belongs to {CONFINED[parts[0]]}"
+            assert layer in CONFINED[parts[0]], (
+                f"{path}: {parts[0]} belongs to {CONFINED[parts[0]]}"
+            )
 
 
 def test_the_front_door_loads_nothing_heavy():
-    code = "import sys, cimage_dist, cimage_dist.cli.main; cimage_dist.cli.main.build_parser().format_help(); print([m for m in ('torch', 'ray', 'torch_geometric', 'sklearn', 'pandas') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, cimage_dist, cimage_dist.cli.main; "
+        "cimage_dist.cli.main.build_parser().format_help(); print([m for m in ('torch', "
+        "'ray', 'torch_geometric', 'sklearn', 'pandas') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_nothing_is_unpickled():
     """Files may come from anywhere: no call that would run code found in them."""
-    forbidden = ("allow_pickle=True", "weights_only=False", "pickle.load(", "pickle.loads(", "joblib.load")
+    forbidden = (
+        "allow_pickle=True",
+        "weights_only=False",
+        "pickle.load(",
+        "pickle.loads(",
+        "joblib.load",
+    )
     for path in MODULES:
         text = path.read_text()
         assert not [word for word in forbidden if word in text], path

@@ -9,12 +9,19 @@ def test_draws_do_not_depend_on_company():
     key = keyed.stream(1, "negatives", 5)
     ids = torch.arange(1000)
     whole = keyed.uniform(key, ids)
-    torch.testing.assert_close(keyed.uniform(key, ids[500:].flip(0)).flip(0), whole[500:], rtol=0, atol=0)
+    torch.testing.assert_close(
+        keyed.uniform(key, ids[500:].flip(0)).flip(0), whole[500:], rtol=0, atol=0
+    )
 
 
 def test_streams_steps_and_seeds_differ():
     ids = torch.arange(100)
-    draws = {keyed.stream(s, name, step): keyed.bits(keyed.stream(s, name, step), ids) for s in (0, 1) for name in ("init", "dropout") for step in (0, 1)}
+    draws = {
+        keyed.stream(s, name, step): keyed.bits(keyed.stream(s, name, step), ids)
+        for s in (0, 1)
+        for name in ("init", "dropout")
+        for step in (0, 1)
+    }
     assert len(draws) == 8
     assert len({tuple(v.tolist()) for v in draws.values()}) == 8
     assert keyed.derive(1, 2) != keyed.derive(2, 1)
@@ -31,7 +38,9 @@ def test_uniform_has_the_moments_of_a_uniform():
 
 def test_integers_stay_below_their_bound():
     high = torch.tensor([1, 2, 7, 10**12])
-    draws = torch.stack([keyed.integers(keyed.stream(s, "split"), torch.arange(4), high) for s in range(50)])
+    draws = torch.stack(
+        [keyed.integers(keyed.stream(s, "split"), torch.arange(4), high) for s in range(50)]
+    )
     assert bool((draws >= 0).all()) and bool((draws < high).all())
     assert draws[:, 2].unique().numel() == 7
 

@@ -1,15 +1,21 @@
-"""Do the scores find planted factors? Precision and recall on generated graphs whose label-driven columns are known.
+"""Do the scores find planted factors? Precision and recall on generated graphs whose label-driven
+columns are known.
 
-A trained encoder is free to put anything into any factor, so "the planted factors" of a trained model are not defined. Here factor k
-is tied to four feature columns of the store (which its manifest names label-driven or nuisance), so that the right answer is known:
+A trained encoder is free to put anything into any factor, so "the planted factors" of a trained
+model are not defined. Here factor k is tied to four feature columns of the store (which its
+manifest names label-driven or nuisance), so that the right answer is known:
 
-1. directly: the columns themselves are the factors, raw or smoothed over the graph, with the planted blocks as labels;
-2. through the encoder: the projection is set to copy columns 4k..4k+3 into factor k, then routing, tail, pseudo-labels by k-means on an
-   encoder trained without any label, trusted set, growth, statistics and automatic penalty run as in training.
+1. directly: the columns themselves are the factors, raw or smoothed over the graph, with the
+   planted blocks as labels;
+2. through the encoder: the projection is set to copy columns 4k..4k+3 into factor k, then routing,
+   tail, pseudo-labels by k-means on an encoder trained without any label, trusted set, growth,
+   statistics and automatic penalty run as in training.
 
-Shown: the scores separate label-driven from nuisance factors when the target is the number of planted ones, and rank them first when it
-is not. Not shown: that a trained encoder makes such factors, or that using them helps downstream. The planted factors are not copies of each
-other (every block has its own mean in every column): of near copies the solver keeps few, and recall would be low by design.
+Shown: the scores separate label-driven from nuisance factors when the target is the number of
+planted ones, and rank them first when it is not. Not shown: that a trained encoder makes such
+factors, or that using them helps downstream. The planted factors are not copies of each other
+(every block has its own mean in every column): of near copies the solver keeps few, and recall
+would be low by design.
 """
 
 from __future__ import annotations
@@ -57,8 +63,12 @@ SETTINGS = [
 
 
 def planted_graph(store_dir: Path, seed: int) -> tuple[Config, Graph, torch.Tensor]:
-    """The graph, and which of its 16 factors of 4 columns are label-driven, from the store's manifest."""
-    cfg = changed([*SETTINGS, f"data.store_dir={store_dir}"], f"data.sbm.seed={seed}", f"run.seed={seed}")
+    """The graph, and which of its 16 factors of 4 columns are label-driven, from the store's
+    manifest.
+    """
+    cfg = changed(
+        [*SETTINGS, f"data.store_dir={store_dir}"], f"data.sbm.seed={seed}", f"run.seed={seed}"
+    )
     graph = open_graph(cfg.data)
     first, last = graph.manifest["notes"]["planted"]["label_columns"]
     is_label_driven = torch.zeros(graph.num_features, dtype=torch.bool)
@@ -83,13 +93,18 @@ def test_scores_find_the_label_driven_columns(features, smooth, seed, store_dir,
     x = graph.features()
     x = gcn_smooth(x, graph.topology().edge_list()) if smooth else x
     h = x.view(graph.num_nodes, -1, WIDTH)
-    stats = block_statistics(score_features(h, features), labels, torch.arange(graph.num_nodes), seed=seed)
-    found = choose_partition(stats, h.shape[1], features=features, target=int(planted.sum()), seed=seed)
+    stats = block_statistics(
+        score_features(h, features), labels, torch.arange(graph.num_nodes), seed=seed
+    )
+    found = choose_partition(
+        stats, h.shape[1], features=features, target=int(planted.sum()), seed=seed
+    )
     precision, recall = precision_recall(found, planted)
     record_property("precision", precision)
     record_property("recall", recall)
     assert found.status == "ok" and (precision, recall) == (1.0, 1.0)
-    # A target twice too large must add nuisance factors, but none may outrank a planted one by much: the best four stay mostly planted.
+    # A target twice too large must add nuisance factors, but none may outrank a planted one by
+    # much: the best four stay mostly planted.
     wide = choose_partition(stats, h.shape[1], features=features, seed=seed)
     best = wide.scores.argsort(descending=True)[: int(planted.sum())]
     assert int(planted[best].sum()) >= 3
@@ -110,7 +125,9 @@ def test_scores_find_them_through_the_encoder_with_pseudo_labels(seed, store_dir
     made = loop.make_labels(cfg, graph, topology, Comm(), MemorySink())
     trainer = Trainer(cfg, graph, topology, Comm())
     copying(trainer)
-    refresher = Refresher(cfg, made.labels, made.confidence, trainer.embedder, Comm(), trainer.total_steps)
+    refresher = Refresher(
+        cfg, made.labels, made.confidence, trainer.embedder, Comm(), trainer.total_steps
+    )
     found, record = refresher(trainer.model.encoder, 0, None)
     precision, recall = precision_recall(found, planted)
     record_property("precision", precision)

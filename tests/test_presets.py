@@ -14,7 +14,9 @@ from cimage_dist.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "paper").rglob("*.yaml"))
-PLAIN = sorted(path for name in ("node", "link", "own") for path in (ROOT / "configs" / name).glob("*.yaml"))
+PLAIN = sorted(
+    path for name in ("node", "link", "own") for path in (ROOT / "configs" / name).glob("*.yaml")
+)
 # K, factor dim., lambda1, encoder hidden, structure hidden, factor hidden, lambda2
 APPENDIX = {
     "node/cora": (16, 32, 0.86, 512, 32, 256, 0.4),
@@ -76,13 +78,21 @@ def test_the_numbers_of_the_appendix(path):
 
 @pytest.mark.parametrize("path", PRESETS, ids=name_of)
 def test_every_setting_is_stated_with_its_source(path):
-    """Other defaults must not change what a preset means: a new key belongs into these files, or into IDLE."""
+    """Other defaults must not change what a preset means: a new key belongs into these files, or
+    into IDLE.
+    """
     sections = ("model.", "mask.", "loss.", "cluster.", "ci.", "optim.", "train.", "eval.probe")
     wanted = {key for key, _, _ in known_keys() if key.startswith(sections)} - IDLE
     assert wanted - stated(path) == set()
     assert {"data.normalize", "data.split", "data.features", "sampler.fanouts"} <= stated(path)
-    values = [line for line in path.read_text().splitlines() if line.startswith("  ") and " name: " not in line]
-    assert all(any(f"# [{tag}]" in line for tag in "PYD") for line in values), "a value without its source"
+    values = [
+        line
+        for line in path.read_text().splitlines()
+        if line.startswith("  ") and " name: " not in line
+    ]
+    assert all(any(f"# [{tag}]" in line for tag in "PYD") for line in values), (
+        "a value without its source"
+    )
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda p: f"{p.parent.name}/{p.stem}")
@@ -102,7 +112,9 @@ def test_own_graphs_are_found_below_the_data_root(monkeypatch):
 
 
 def test_fewer_factors_are_wanted_in_the_first_context_than_there_are():
-    with pytest.raises(UserError, match=r"ci\.target must be below model\.num_factors \(8\).*got 8"):
+    with pytest.raises(
+        UserError, match=r"ci\.target must be below model\.num_factors \(8\).*got 8"
+    ):
         load_config(overrides=["model.num_factors=8", "ci.target=8"])
     assert load_config(overrides=["model.num_factors=8", "ci.target=7"]).ci.target == 7
     assert Config().ci.target is None

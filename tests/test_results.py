@@ -21,5 +21,11 @@ def benchmarks(monkeypatch):
 def test_the_document_matches_the_files(benchmarks):
     import clusters
 
-    shown = (ROOT / "docs" / "RESULTS.md").read_text().split(clusters.BEGIN)[1].split(clusters.END)[0].strip()
+    shown = (
+        (ROOT / "docs" / "RESULTS.md")
+        .read_text()
+        .split(clusters.BEGIN)[1]
+        .split(clusters.END)[0]
+        .strip()
+    )
     assert shown == clusters.table().strip(), f"python {clusters.__file__} render"

@@ -1,6 +1,8 @@
-"""What a partition of the factors looks like: numbers to log at a refresh, none of which training uses.
+"""What a partition of the factors looks like: numbers to log at a refresh, none of which training
+uses.
 
-Shapes: n sampled nodes over all ranks, K factors of c channels, C clusters, F1 and F2 the two contexts.
+Shapes: n sampled nodes over all ranks, K factors of c channels, C clusters, F1 and F2 the two
+contexts.
 """
 
 from __future__ import annotations
@@ -34,20 +36,27 @@ def describe_partition(
     seed: int = 0,
     comm: Comm | None = None,
 ) -> dict[str, float]:
-    """Collective: the diagnostics of a partition over the union of all ranks' rows, computed on rank 0 and the same on every rank; of
-    more than 4,096 rows a keyed sample is taken.
+    """Collective: the diagnostics of a partition over the union of all ranks' rows, computed on
+    rank 0 and the same on every rank; of more than 4,096 rows a keyed sample is taken.
 
     Keys: `ci/f1_size`, `ci/lam`, `ci/sigma2`, `ci/num_solves`;
-    `ci/variance/<k>` per factor and `ci/variance_f2_min`, the collapse alarm; `ci/hsic_given_labels` and `ci/hsic_random`
-    (see `conditional_hsic`; the second is the mean over random partitions of the same sizes); `ci/rank_f2` (see `mean_rank`) beside `ci/num_classes`;
-    `ci/accuracy_f1`, `_f2`, `_both` (see `label_accuracy`) beside `ci/accuracy_majority`; `ci/silhouette` and `ci/own_centre` (see `separation`). Shapes: h [n_local, K, c], labels and gids [n_local].
+    `ci/variance/<k>` per factor and `ci/variance_f2_min`, the collapse alarm;
+    `ci/hsic_given_labels` and `ci/hsic_random` (see `conditional_hsic`; the second is the mean over
+    random partitions of the same sizes); `ci/rank_f2` (see `mean_rank`) beside `ci/num_classes`;
+    `ci/accuracy_f1`, `_f2`, `_both` (see `label_accuracy`) beside `ci/accuracy_majority`;
+    `ci/silhouette` and `ci/own_centre` (see `separation`). Shapes: h [n_local, K, c], labels and
+    gids [n_local].
     """
     comm = comm or Comm()
     num_factors, width = h.shape[1:]
     sample = gather_sample(h.flatten(1), labels, gids, comm)
     out: dict[str, float] = {}
     if comm.is_main:
-        chosen = torch.argsort(keyed.bits(keyed.stream(seed, "diagnostics", 2), sample.gids))[:_MAX_ROWS].sort().values
+        chosen = (
+            torch.argsort(keyed.bits(keyed.stream(seed, "diagnostics", 2), sample.gids))[:_MAX_ROWS]
+            .sort()
+            .values
+        )
         rows = sample.x[chosen].to(torch.float64).view(-1, num_factors, width)
         labels, gids = sample.labels[chosen], sample.gids[chosen]
         out = _describe(rows, labels, gids, scores, block_size, repeats, seed)
@@ -76,7 +85,8 @@ def _describe(
         "ci/num_solves": float(scores.num_solves),
         "ci/variance_f2_min": float(variance[~first].min()) if bool((~first).any()) else 0.0,
         "ci/hsic_given_labels": conditional_hsic(h, labels, gids, first, **blocks),
-        "ci/hsic_random": sum(conditional_hsic(h, labels, gids, draw, **blocks) for draw in draws) / _NUM_RANDOM,
+        "ci/hsic_random": sum(conditional_hsic(h, labels, gids, draw, **blocks) for draw in draws)
+        / _NUM_RANDOM,
         "ci/rank_f2": float(mean_rank(h[:, ~first].flatten(1), labels)),
         "ci/num_classes": float(classes.numel()),
         "ci/accuracy_f1": label_accuracy(h[:, first].flatten(1), labels, split),
@@ -116,12 +126,23 @@ def overlap(name: str, a: Tensor, b: Tensor) -> dict[str, float]:
     return {f"jaccard_{name}": jaccard(a, b), f"jaccard_{name}_chance": chance}
 
 
-def conditional_hsic(h: Tensor, labels: Tensor, gids: Tensor, first: Tensor, *, block_size: int = 20, repeats: int = 1, seed: int = 0) -> float:
-    """Normalised HSIC(F1, F2 | Ĉ): 0 in expectation when the contexts are independent inside each class, 1 when one determines the other's kernel.
+def conditional_hsic(
+    h: Tensor,
+    labels: Tensor,
+    gids: Tensor,
+    first: Tensor,
+    *,
+    block_size: int = 20,
+    repeats: int = 1,
+    seed: int = 0,
+) -> float:
+    """Normalised HSIC(F1, F2 | Ĉ): 0 in expectation when the contexts are independent inside each
+    class, 1 when one determines the other's kernel.
 
-    `<U1,U2> / sqrt(<U1,U1> <U2,U2>)`, each a class-weighted mean (n_y/n) over blocks drawn inside classes, U the U-centred Gaussian kernels
-    of the standardised contexts with bandwidth sqrt(dimension). Unbiased products, so small values may be negative; 0 when a context is
-    empty or no class fills a block. Shapes: h [n, K, c] float64, first bool [K].
+    `<U1,U2> / sqrt(<U1,U1> <U2,U2>)`, each a class-weighted mean (n_y/n) over blocks drawn inside
+    classes, U the U-centred Gaussian kernels of the standardised contexts with bandwidth
+    sqrt(dimension). Unbiased products, so small values may be negative; 0 when a context is empty
+    or no class fills a block. Shapes: h [n, K, c] float64, first bool [K].
     """
     if block_size < _MIN_BLOCK or not bool(first.any()) or bool(first.all()):
         return 0.0
@@ -140,7 +161,9 @@ def conditional_hsic(h: Tensor, labels: Tensor, gids: Tensor, first: Tensor, *, 
 
 
 def mean_rank(x: Tensor, labels: Tensor, tol: float = RANK_TOL) -> int:
-    """Numerical rank of E[F2|Ĉ]: singular values of the C x d matrix of class means above `tol` times the largest. x [n, d]."""
+    """Numerical rank of E[F2|Ĉ]: singular values of the C x d matrix of class means above `tol`
+    times the largest. x [n, d].
+    """
     if x.shape[1] == 0 or x.shape[0] == 0:
         return 0
     _, position, count = labels.unique(return_inverse=True, return_counts=True)
@@ -152,13 +175,16 @@ def mean_rank(x: Tensor, labels: Tensor, tol: float = RANK_TOL) -> int:
 def separation(x: Tensor, labels: Tensor) -> tuple[float, float]:
     """How well clusters stand apart: (mean of `(b - a) / max(a, b)`, share of rows with a < b).
 
-    a is a row's distance to the centre of its own cluster, b to the nearest other one: the silhouette with centres in place of all pairs.
-    (0, 0) with fewer than two clusters. x [n, d], labels [n].
+    a is a row's distance to the centre of its own cluster, b to the nearest other one: the
+    silhouette with centres in place of all pairs. (0, 0) with fewer than two clusters. x [n, d],
+    labels [n].
     """
     classes, position, count = labels.unique(return_inverse=True, return_counts=True)
     if classes.numel() < 2:
         return 0.0, 0.0
-    centre = x.new_zeros(classes.numel(), x.shape[1]).index_add_(0, position, x) / count.unsqueeze(1)
+    centre = x.new_zeros(classes.numel(), x.shape[1]).index_add_(0, position, x) / count.unsqueeze(
+        1
+    )
     distance = torch.cdist(x, centre)
     own = distance.gather(1, position.unsqueeze(1)).squeeze(1)
     other = distance.scatter(1, position.unsqueeze(1), float("inf")).min(dim=1).values
@@ -167,9 +193,11 @@ def separation(x: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def label_accuracy(x: Tensor, labels: Tensor, split: Tensor) -> float:
-    """Accuracy of Ĉ on the rows outside `split`, predicted by ridge regression on one-hot labels fitted on the rows inside.
+    """Accuracy of Ĉ on the rows outside `split`, predicted by ridge regression on one-hot labels
+    fitted on the rows inside.
 
-    Columns are standardised on the fitted half and a constant is added; ridge 1e-3 of the fitted count. x [n, d] float64, split bool [n].
+    Columns are standardised on the fitted half and a constant is added; ridge 1e-3 of the fitted
+    count. x [n, d] float64, split bool [n].
     """
     if x.shape[1] == 0 or not bool(split.any()) or bool(split.all()):
         return 0.0

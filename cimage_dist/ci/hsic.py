@@ -1,12 +1,15 @@
 """Centred, normalised kernels of many small blocks at once, as flat vectors.
 
-A symmetric B x B matrix is stored as its B(B-1)/2 upper entries, weighted by sqrt(2), followed by its B diagonal entries, so
-that the dot product of two such vectors of length B(B+1)/2 is the Frobenius inner product of the matrices.
-Shapes: m blocks, B rows per block, D features, T = B(B+1)/2.
+A symmetric B x B matrix is stored as its B(B-1)/2 upper entries, weighted by sqrt(2), followed by
+its B diagonal entries, so that the dot product of two such vectors of length B(B+1)/2 is the
+Frobenius inner product of the matrices. Shapes: m blocks, B rows per block, D features, T =
+B(B+1)/2.
 
-Block HSIC between features and pseudo-labels as sufficient statistics: a D x D matrix, a vector and a scalar, whatever n is.
+Block HSIC between features and pseudo-labels as sufficient statistics: a D x D matrix, a vector and
+a scalar, whatever n is.
 
-Shapes: n sampled nodes over all ranks, D features, B rows per block, M repeats, nb blocks, T = B(B+1)/2 packed entries per block.
+Shapes: n sampled nodes over all ranks, D features, B rows per block, M repeats, nb blocks, T =
+B(B+1)/2 packed entries per block.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 
 NORM_EPS = 1e-9
-"""Added to the Frobenius norm before dividing by it: a constant feature or a single-class block becomes zero, not noise."""
+"""Added to the Frobenius norm before dividing by it: a constant feature or a single-class block
+becomes zero, not noise.
+"""
 
 
 @lru_cache(maxsize=16)
 def _incidence(block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[B, B(B-1)/2], one where the row takes part in the pair; pairs in the order of `torch.triu_indices(B, B, 1)`."""
+    """[B, B(B-1)/2], one where the row takes part in the pair; pairs in the order of
+    `torch.triu_indices(B, B, 1)`.
+    """
     pairs = torch.triu_indices(block_size, block_size, 1, device=device)
     columns = torch.arange(pairs.shape[1], device=device).expand_as(pairs)
     out = torch.zeros(block_size, pairs.shape[1], dtype=dtype, device=device)
@@ -43,11 +50,13 @@ def packed_size(block_size: int) -> int:
 
 
 def centred_gaussian(x: Tensor, *, normalise: bool = True) -> tuple[Tensor, Tensor]:
-    """Centred Gaussian kernels of unit bandwidth, one per block and feature, divided by norm + 1e-9 unless told not to, and the norms.
+    """Centred Gaussian kernels of unit bandwidth, one per block and feature, divided by norm + 1e-9
+    unless told not to, and the norms.
 
-    `H K H` with `K_ij = exp(-(x_i - x_j)^2 / 2)` (§7.2, §7.3). Centring removes constants, so K - 1 stands in for K: near-equal rows then keep
-    their digits in single precision too, and a column that is constant inside the block gives exact zeros.
-    Shapes: x [m, B, D] standardised, already in the precision to compute in; returns packed [m, T, D] and norm [m, D].
+    `H K H` with `K_ij = exp(-(x_i - x_j)^2 / 2)` (§7.2, §7.3). Centring removes constants, so K - 1
+    stands in for K: near-equal rows then keep their digits in single precision too, and a column
+    that is constant inside the block gives exact zeros. Shapes: x [m, B, D] standardised, already
+    in the precision to compute in; returns packed [m, T, D] and norm [m, D].
     """
     num_blocks, size, width = x.shape
     num_pairs = size * (size - 1) // 2
@@ -61,7 +70,9 @@ def centred_gaussian(x: Tensor, *, normalise: bool = True) -> tuple[Tensor, Tens
     upper.square_().mul_(-0.5).expm1_()
     incidence = _incidence(size, x.dtype, x.device)
     row_mean = (incidence @ upper) / size
-    half = row_mean - row_mean.mean(dim=1, keepdim=True) / 2  # K_ij - 1 - half_i - half_j is the doubly centred entry
+    half = (
+        row_mean - row_mean.mean(dim=1, keepdim=True) / 2
+    )  # K_ij - 1 - half_i - half_j is the doubly centred entry
     upper.baddbmm_(incidence.T.expand(num_blocks, -1, -1), half, alpha=-1.0)
     torch.mul(half, -2.0, out=diagonal)
     norm = (2.0 * (upper * upper).sum(dim=1) + (diagonal * diagonal).sum(dim=1)).sqrt()
@@ -72,39 +83,61 @@ def centred_gaussian(x: Tensor, *, normalise: bool = True) -> tuple[Tensor, Tens
 
 
 def centred_delta(labels: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Centred normalised delta kernels of the labels, one per block, divided by norm + 1e-9, and the norms.
+    """Centred normalised delta kernels of the labels, one per block, divided by norm + 1e-9, and
+    the norms.
 
-    `L_ij = 1/n_y` when i and j share label y inside the block, else 0 (§7.2). Its rows sum to one, so centring subtracts 1/B.
-    Shapes: labels int64 [m, B]; returns packed [m, T] and norm [m], zero exactly for a single-class block.
+    `L_ij = 1/n_y` when i and j share label y inside the block, else 0 (§7.2). Its rows sum to one,
+    so centring subtracts 1/B. Shapes: labels int64 [m, B]; returns packed [m, T] and norm [m], zero
+    exactly for a single-class block.
     """
     size = labels.shape[1]
     same = (labels.unsqueeze(2) == labels.unsqueeze(1)).to(dtype)
     centred = same / same.sum(dim=2, keepdim=True) - 1.0 / size
     i, j = torch.triu_indices(size, size, 1, device=labels.device)
-    packed = torch.cat([centred[:, i, j] * math.sqrt(2.0), torch.diagonal(centred, dim1=1, dim2=2)], dim=1)
+    packed = torch.cat(
+        [centred[:, i, j] * math.sqrt(2.0), torch.diagonal(centred, dim1=1, dim2=2)], dim=1
+    )
     norm = torch.linalg.vector_norm(packed, dim=1)
     return packed / (norm + NORM_EPS).unsqueeze(1), norm
 
 
 def u_centred_gaussian(x: Tensor) -> Tensor:
-    """U-centred Gaussian kernel of a whole vector per row, for unbiased HSIC: zero diagonal, zero row sums.
+    """U-centred Gaussian kernel of a whole vector per row, for unbiased HSIC: zero diagonal, zero
+    row sums.
 
-    `K_ij = exp(-|x_i - x_j|^2 / (2 d))`; `mean(U_1 * U_2) * B/(B-3)` estimates HSIC without bias (Song et al. 2012; Székely & Rizzo
-    2014). The biased form tends to 1 for wide vectors, whose kernels are all close to the identity. Shapes: x [m, B, d] -> [m, B, B], B >= 4.
+    `K_ij = exp(-|x_i - x_j|^2 / (2 d))`; `mean(U_1 * U_2) * B/(B-3)` estimates HSIC without bias
+    (Song et al. 2012; Székely & Rizzo 2014). The biased form tends to 1 for wide vectors, whose
+    kernels are all close to the identity. Shapes: x [m, B, d] -> [m, B, B], B >= 4.
     """
     size, width = x.shape[1], x.shape[2]
-    kernel = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square_().div_(-2.0 * width).exp_()
+    kernel = (
+        torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+        .square_()
+        .div_(-2.0 * width)
+        .exp_()
+    )
     off = ~torch.eye(size, dtype=torch.bool, device=x.device)
     kernel = kernel * off
     rows = kernel.sum(dim=2, keepdim=True)
     total = rows.sum(dim=1, keepdim=True)
-    centred = kernel - rows / (size - 2) - rows.transpose(1, 2) / (size - 2) + total / ((size - 1) * (size - 2))
+    centred = (
+        kernel
+        - rows / (size - 2)
+        - rows.transpose(1, 2) / (size - 2)
+        + total / ((size - 1) * (size - 2))
+    )
     return centred * off
 
 
-_CHUNK_BYTES = 16 << 20  # of packed kernels at a time: bounds memory whatever n is; smaller chunks pay in thread synchronisation
+_CHUNK_BYTES = (
+    16 << 20
+    # of packed kernels at a time: bounds memory whatever n is; smaller chunks pay in thread
+    # synchronisation
+)
 _GROUP_BLOCKS = 16  # of block_statistics: 7 MB of packed kernels in single precision at D = 512
-_PANEL = 128  # columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512
+_PANEL = (
+    128  # columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512
+)
 _STD_EPS = 1e-19
 _ROWS = 4096
 MIN_BLOCKS = 500
@@ -115,8 +148,9 @@ _MIN_REPEATS = 3
 class HsicStats:
     """Everything the solvers need (§7.4), identical on every rank; tensors are float64 on the CPU.
 
-    G [D, D] mean normalised HSIC between features, b [D] with the labels, y2 of the labels with themselves. `coverage` [D] is the
-    share of blocks in which the feature varies, i.e. diag(G) of the unconditional form; `repeats` is M after the single-block rule.
+    G [D, D] mean normalised HSIC between features, b [D] with the labels, y2 of the labels with
+    themselves. `coverage` [D] is the share of blocks in which the feature varies, i.e. diag(G) of
+    the unconditional form; `repeats` is M after the single-block rule.
     `weight` is the total weight of the refreshes averaged here, 1 for the newest (see `averaged`).
     """
 
@@ -170,15 +204,21 @@ def repeats_for(n: int, block_size: int, repeats: int | None = None) -> int:
 
 
 class Sample(NamedTuple):
-    """The rows of all ranks in the order of their global ids. x [n, D], labels int64 [n], gids int64 [n]."""
+    """The rows of all ranks in the order of their global ids. x [n, D], labels int64 [n], gids
+    int64 [n].
+    """
 
     x: Tensor
     labels: Tensor
     gids: Tensor
 
 
-def gather_sample(features: Tensor, labels: Tensor, gids: Tensor, comm: Comm | None = None) -> Sample:
-    """Collective: the union of the ranks' rows, sorted by global id, on every rank (20,000 x 512 float32 are 41 MB)."""
+def gather_sample(
+    features: Tensor, labels: Tensor, gids: Tensor, comm: Comm | None = None
+) -> Sample:
+    """Collective: the union of the ranks' rows, sorted by global id, on every rank (20,000 x 512
+    float32 are 41 MB).
+    """
     comm = comm or Comm()
     x = comm.gather_rows(features.detach())
     labels, gids = comm.gather_rows(labels.to(torch.int64)), comm.gather_rows(gids.to(torch.int64))
@@ -186,11 +226,21 @@ def gather_sample(features: Tensor, labels: Tensor, gids: Tensor, comm: Comm | N
     return Sample(x[order], labels[order], gids[order])
 
 
-def draw_blocks(labels: Tensor, gids: Tensor, *, seed: int, block_size: int, repeats: int, block_classes: int | None = None) -> Tensor:
-    """Row numbers [nb, B] of all blocks of all repeats, a function of (seed, repeat, global id) only (§7.3).
+def draw_blocks(
+    labels: Tensor,
+    gids: Tensor,
+    *,
+    seed: int,
+    block_size: int,
+    repeats: int,
+    block_classes: int | None = None,
+) -> Tensor:
+    """Row numbers [nb, B] of all blocks of all repeats, a function of (seed, repeat, global id)
+    only (§7.3).
 
-    Each repeat orders the sample by a keyed hash of the global id, cuts it and drops the remainder. With `block_classes` (§7.3, for
-    many classes) the pieces that are shuffled are runs of B/block_classes rows of one class, so that a block holds about that many classes.
+    Each repeat orders the sample by a keyed hash of the global id, cuts it and drops the remainder.
+    With `block_classes` (§7.3, for many classes) the pieces that are shuffled are runs of
+    B/block_classes rows of one class, so that a block holds about that many classes.
     """
     _check_blocks(block_size, repeats, block_classes)
     run = block_size if block_classes is None else block_size // block_classes
@@ -199,7 +249,9 @@ def draw_blocks(labels: Tensor, gids: Tensor, *, seed: int, block_size: int, rep
         order = torch.argsort(keyed.bits(keyed.stream(seed, "ci-blocks", repeat), gids))
         if block_classes is not None:
             by_class, _ = _class_runs(labels, order, run)
-            shuffle = torch.argsort(keyed.bits(keyed.stream(seed, "ci-blocks", repeat, 1), gids[by_class[:, 0]]))
+            shuffle = torch.argsort(
+                keyed.bits(keyed.stream(seed, "ci-blocks", repeat, 1), gids[by_class[:, 0]])
+            )
             order = by_class[shuffle].flatten()
         count = order.numel() // block_size
         blocks.append(order[: count * block_size].view(count, block_size))
@@ -222,9 +274,10 @@ def block_statistics(
 ) -> HsicStats:
     """Collective: the HSIC statistics of the union of all ranks' rows.
 
-    `G = (1/nb) Σ KᵀK`, `b = (1/nb) Σ Kᵀl`, `y2 = (1/nb) Σ lᵀl` over blocks, K and l the centred unit-norm kernels (§7.4), features divided by
-    their standard deviation over the whole sample (ddof 0). One all-reduce of D² + D + 2 doubles.
-    Kernels and their products are computed in the features' precision (or `dtype`) for a fixed number of blocks at a time, whose sums are added in
+    `G = (1/nb) Σ KᵀK`, `b = (1/nb) Σ Kᵀl`, `y2 = (1/nb) Σ lᵀl` over blocks, K and l the centred
+    unit-norm kernels (§7.4), features divided by their standard deviation over the whole sample
+    (ddof 0). One all-reduce of D² + D + 2 doubles. Kernels and their products are computed in the
+    features' precision (or `dtype`) for a fixed number of blocks at a time, whose sums are added in
     double: each rank takes every W-th such group, so a group's sum does not depend on W.
     `repeats` None: see `repeats_for`.
     Shapes: features [n_local, D], labels and gids int64 [n_local]; n_local may be 0.
@@ -234,12 +287,23 @@ def block_statistics(
     num_rows, width = sample.x.shape
     num_classes = int(sample.labels.unique().numel())
     repeats = repeats_for(num_rows, block_size, repeats)
-    blocks = draw_blocks(sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats, block_classes=block_classes)
+    blocks = draw_blocks(
+        sample.labels,
+        sample.gids,
+        seed=seed,
+        block_size=block_size,
+        repeats=repeats,
+        block_classes=block_classes,
+    )
     num_blocks = blocks.shape[0]
     used_repeats = repeats if num_blocks > 1 else 1
     num_nonfinite = int((~torch.isfinite(sample.x)).sum())
     local = torch.zeros(width * width + width + 2, dtype=torch.float64, device=sample.x.device)
-    gram, cross, scalars = local[: width * width].view(width, width), local[width * width : -2], local[-2:]
+    gram, cross, scalars = (
+        local[: width * width].view(width, width),
+        local[width * width : -2],
+        local[-2:],
+    )
     if num_nonfinite == 0:
         mean, scale = _moments(sample.x)
         dtype = dtype or (torch.float64 if sample.x.dtype == torch.float64 else torch.float32)
@@ -278,14 +342,19 @@ def conditional_statistics(
     repeats: int | None = 3,
     comm: Comm | None = None,
 ) -> HsicStats:
-    """Collective: statistics of the stratified ablation, `G_eff = 2 (G - G_cond)`, for the non-negative lasso only (§7.5).
+    """Collective: statistics of the stratified ablation, `G_eff = 2 (G - G_cond)`, for the
+    non-negative lasso only (§7.5).
 
-    `G_cond = Σ_y (n_y/n) G_y` with G_y from blocks inside class y, their kernels divided by the feature's mean norm over unconditional
-    blocks: with per-block norms both diagonals would be one and half the spectrum negative. What stays negative is clipped at
-    1e-6 of the largest eigenvalue. Classes below B rows have no block; the weights are spread over the others. Arguments as `block_statistics`.
+    `G_cond = Σ_y (n_y/n) G_y` with G_y from blocks inside class y, their kernels divided by the
+    feature's mean norm over unconditional blocks: with per-block norms both diagonals would be one
+    and half the spectrum negative. What stays negative is clipped at 1e-6 of the largest
+    eigenvalue. Classes below B rows have no block; the weights are spread over the others.
+    Arguments as `block_statistics`.
     """
     comm = comm or Comm()
-    stats = block_statistics(features, labels, gids, seed=seed, block_size=block_size, repeats=repeats, comm=comm)
+    stats = block_statistics(
+        features, labels, gids, seed=seed, block_size=block_size, repeats=repeats, comm=comm
+    )
     repeats = repeats_for(stats.n, block_size, repeats)
     if stats.num_nonfinite or stats.num_blocks == 0:
         return replace(stats, is_conditional=True)
@@ -295,25 +364,41 @@ def conditional_statistics(
     chunk = _chunk_blocks(block_size, width, torch.float64)
     local = torch.zeros(width * width + width, dtype=torch.float64, device=sample.x.device)
     gram, norms = local[: width * width].view(width, width), local[width * width :]
-    free = draw_blocks(sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats)
+    free = draw_blocks(
+        sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats
+    )
     for index in free[comm.rank :: comm.world].split(chunk):
-        norms += centred_gaussian(_standardised(sample.x, index, mean, scale, torch.float64))[1].sum(dim=0)
-    inside, weight = class_blocks(sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats)
+        norms += centred_gaussian(_standardised(sample.x, index, mean, scale, torch.float64))[
+            1
+        ].sum(dim=0)
+    inside, weight = class_blocks(
+        sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats
+    )
     mine = slice(comm.rank, None, comm.world)
-    for index, block_weight in zip(inside[mine].split(chunk), weight[mine].split(chunk), strict=True):
-        packed, _ = centred_gaussian(_standardised(sample.x, index, mean, scale, torch.float64), normalise=False)
+    for index, block_weight in zip(
+        inside[mine].split(chunk), weight[mine].split(chunk), strict=True
+    ):
+        packed, _ = centred_gaussian(
+            _standardised(sample.x, index, mean, scale, torch.float64), normalise=False
+        )
         packed *= block_weight.sqrt().view(-1, 1, 1)
         _add_gram(gram, packed.view(-1, width))
     total = comm.sum(local).cpu()
     unit = 1.0 / (total[width * width :] / free.shape[0] + NORM_EPS)
-    within = _mirror(total[: width * width].view(width, width)) * unit.unsqueeze(0) * unit.unsqueeze(1)
+    within = (
+        _mirror(total[: width * width].view(width, width)) * unit.unsqueeze(0) * unit.unsqueeze(1)
+    )
     values, vectors = torch.linalg.eigh(2.0 * (stats.G - within))
     clipped = values.clamp(min=1e-6 * max(float(values[-1]), 0.0))
     return replace(stats, G=(vectors * clipped) @ vectors.T, is_conditional=True)
 
 
-def class_blocks(labels: Tensor, gids: Tensor, *, seed: int, block_size: int, repeats: int) -> tuple[Tensor, Tensor]:
-    """Blocks [nb, B] drawn inside single classes and their weights [nb], which give class y the total weight n_y / Σ n_y (float64)."""
+def class_blocks(
+    labels: Tensor, gids: Tensor, *, seed: int, block_size: int, repeats: int
+) -> tuple[Tensor, Tensor]:
+    """Blocks [nb, B] drawn inside single classes and their weights [nb], which give class y the
+    total weight n_y / Σ n_y (float64).
+    """
     _check_blocks(block_size, repeats, None)
     blocks, classes = [], []
     for repeat in range(repeats):
@@ -328,7 +413,9 @@ def class_blocks(labels: Tensor, gids: Tensor, *, seed: int, block_size: int, re
 
 
 def _class_runs(labels: Tensor, order: Tensor, run: int) -> tuple[Tensor, Tensor]:
-    """Cut each class, in the given order, into runs of `run` rows, dropping remainders: rows [runs, run] and the class of each run."""
+    """Cut each class, in the given order, into runs of `run` rows, dropping remainders: rows [runs,
+    run] and the class of each run.
+    """
     order = order[torch.argsort(labels[order], stable=True)]
     ordered = labels[order]
     _, count = torch.unique_consecutive(ordered, return_counts=True)
@@ -340,9 +427,15 @@ def _class_runs(labels: Tensor, order: Tensor, run: int) -> tuple[Tensor, Tensor
 
 def _check_blocks(block_size: int, repeats: int, block_classes: int | None) -> None:
     if block_size < 2 or repeats < 1:
-        raise UserError(f"Block HSIC needs at least 2 rows per block and 1 repeat; got block size {block_size} and {repeats} repeats.")
+        raise UserError(
+            "Block HSIC needs at least 2 rows per block and 1 repeat; got block size "
+            f"{block_size} and {repeats} repeats."
+        )
     if block_classes is not None and (block_classes < 2 or block_size % block_classes):
-        raise UserError(f"The classes per HSIC block must be at least 2 and divide the block size {block_size}; got {block_classes}.")
+        raise UserError(
+            "The classes per HSIC block must be at least 2 and divide the block size "
+            f"{block_size}; got {block_classes}."
+        )
 
 
 def _chunk_blocks(block_size: int, width: int, dtype: torch.dtype) -> int:
@@ -351,20 +444,38 @@ def _chunk_blocks(block_size: int, width: int, dtype: torch.dtype) -> int:
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and 1 / (std + 1e-19) per column in float64, two passes over row chunks."""
-    mean = sum((part.to(torch.float64).sum(dim=0) for part in x.split(_ROWS)), x.new_zeros(x.shape[1], dtype=torch.float64)) / max(x.shape[0], 1)
-    square = sum(((part.to(torch.float64) - mean).square().sum(dim=0) for part in x.split(_ROWS)), torch.zeros_like(mean))
+    mean = sum(
+        (part.to(torch.float64).sum(dim=0) for part in x.split(_ROWS)),
+        x.new_zeros(x.shape[1], dtype=torch.float64),
+    ) / max(x.shape[0], 1)
+    square = sum(
+        ((part.to(torch.float64) - mean).square().sum(dim=0) for part in x.split(_ROWS)),
+        torch.zeros_like(mean),
+    )
     return mean, 1.0 / ((square / max(x.shape[0], 1)).sqrt() + _STD_EPS)
 
 
-def _standardised(x: Tensor, index: Tensor, mean: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the blocks [m, B] as [m, B, D], minus the mean (which no difference sees) and divided by the standard deviation."""
-    return (x[index.flatten()].to(torch.float64).sub_(mean).mul_(scale)).to(dtype).view(*index.shape, x.shape[1])
+def _standardised(
+    x: Tensor, index: Tensor, mean: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Rows of the blocks [m, B] as [m, B, D], minus the mean (which no difference sees) and divided
+    by the standard deviation.
+    """
+    return (
+        (x[index.flatten()].to(torch.float64).sub_(mean).mul_(scale))
+        .to(dtype)
+        .view(*index.shape, x.shape[1])
+    )
 
 
 def _add_gram(gram: Tensor, rows: Tensor) -> None:
     """gram += rowsᵀ rows, upper panels only, accumulated in float64."""
     for begin in range(0, rows.shape[1], _PANEL):
-        left, right, out = rows[:, begin : begin + _PANEL], rows[:, begin:], gram[begin : begin + _PANEL, begin:]
+        left, right, out = (
+            rows[:, begin : begin + _PANEL],
+            rows[:, begin:],
+            gram[begin : begin + _PANEL, begin:],
+        )
         if rows.dtype == gram.dtype:
             out.addmm_(left.T, right)
         else:

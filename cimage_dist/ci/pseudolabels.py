@@ -1,9 +1,11 @@
-"""Exact selection of the smallest keys inside groups over all ranks, by radix search: counts travel, rows do not.
+"""Exact selection of the smallest keys inside groups over all ranks, by radix search: counts
+travel, rows do not.
 
-The confident subset S of pseudo-labelled nodes: a base chosen by confidence inside each cluster, and its growth by similarity.
+The confident subset S of pseudo-labelled nodes: a base chosen by confidence inside each cluster,
+and its growth by similarity.
 
-Rows may be spread over ranks in any way; the sets chosen are those of one process. Labels are int64, negative for nodes without one.
-Shapes: n rows on this rank, D columns, C clusters.
+Rows may be spread over ranks in any way; the sets chosen are those of one process. Labels are
+int64, negative for nodes without one. Shapes: n rows on this rank, D columns, C clusters.
 """
 
 from __future__ import annotations
@@ -31,24 +33,32 @@ def num_groups(groups: Tensor, comm: Comm) -> int:
 
 
 def class_quota(sizes: Tensor, budget: int) -> Tensor:
-    """Members taken from each group so that at most `budget` are taken, as evenly as the sizes allow; first groups get the remainder. int64 [C]."""
+    """Members taken from each group so that at most `budget` are taken, as evenly as the sizes
+    allow; first groups get the remainder. int64 [C].
+    """
     if int(sizes.sum()) <= budget:
         return sizes.clone()
     low, high = 0, int(sizes.max())
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if int(sizes.clamp(max=middle).sum()) <= budget else (low, middle - 1)
+        low, high = (
+            (middle, high) if int(sizes.clamp(max=middle).sum()) <= budget else (low, middle - 1)
+        )
     quota = sizes.clamp(max=low)
     spare = torch.nonzero(sizes > low).flatten()[: budget - int(quota.sum())]
     quota[spare] += 1
     return quota
 
 
-def smallest_per_group(keys: Tensor, gids: Tensor, groups: Tensor, quota: Tensor, comm: Comm | None = None) -> Tensor:
-    """Collective: mark the `quota[c]` rows of smallest key in every group c over all ranks, ties by smaller gid; bool [n].
+def smallest_per_group(
+    keys: Tensor, gids: Tensor, groups: Tensor, quota: Tensor, comm: Comm | None = None
+) -> Tensor:
+    """Collective: mark the `quota[c]` rows of smallest key in every group c over all ranks, ties by
+    smaller gid; bool [n].
 
-    A radix search, 8 bits at a time, finds the key at which each group's quota ends, then the gid among equal keys: at most 16 rounds,
-    each an all-reduce of C x 256 counts. Shapes: keys float64, gids >= 0 and groups int64, all [n] (n may be 0), quota int64 [C]. Groups below 0 are ignored.
+    A radix search, 8 bits at a time, finds the key at which each group's quota ends, then the gid
+    among equal keys: at most 16 rounds, each an all-reduce of C x 256 counts. Shapes: keys float64,
+    gids >= 0 and groups int64, all [n] (n may be 0), quota int64 [C]. Groups below 0 are ignored.
     """
     comm = comm or Comm()
     chosen = torch.zeros(groups.numel(), dtype=torch.bool, device=groups.device)
@@ -59,8 +69,12 @@ def smallest_per_group(keys: Tensor, gids: Tensor, groups: Tensor, quota: Tensor
     return chosen
 
 
-def _radix(column: Tensor, candidate: Tensor, groups: Tensor, quota: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the candidates certainly inside the quota by this column; return them, the candidates tied at the edge, and the quota left for those."""
+def _radix(
+    column: Tensor, candidate: Tensor, groups: Tensor, quota: Tensor, comm: Comm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the candidates certainly inside the quota by this column; return them, the candidates
+    tied at the edge, and the quota left for those.
+    """
     taken = torch.zeros_like(candidate)
     clusters = quota.numel()
     top = column[candidate].max().reshape(1) if bool(candidate.any()) else column.new_zeros(1)
@@ -68,10 +82,18 @@ def _radix(column: Tensor, candidate: Tensor, groups: Tensor, quota: Tensor, com
     for shift in range((bits - 1) // _BITS * _BITS, -1, -_BITS):
         rows = torch.nonzero(candidate).flatten()
         digit = (column[rows] >> shift) & (_BINS - 1)
-        counts = comm.sum(torch.bincount(groups[rows] * _BINS + digit, minlength=clusters * _BINS)).view(clusters, _BINS)
+        counts = comm.sum(
+            torch.bincount(groups[rows] * _BINS + digit, minlength=clusters * _BINS)
+        ).view(clusters, _BINS)
         below = counts.cumsum(dim=1)
-        edge = (below <= quota.unsqueeze(1)).sum(dim=1)  # first digit that does not fit whole; 256 when all fit
-        before = torch.cat([torch.zeros_like(quota).unsqueeze(1), below], dim=1).gather(1, edge.unsqueeze(1)).squeeze(1)
+        edge = (below <= quota.unsqueeze(1)).sum(
+            dim=1
+        )  # first digit that does not fit whole; 256 when all fit
+        before = (
+            torch.cat([torch.zeros_like(quota).unsqueeze(1), below], dim=1)
+            .gather(1, edge.unsqueeze(1))
+            .squeeze(1)
+        )
         taken[rows[digit < edge[groups[rows]]]] = True
         candidate = torch.zeros_like(candidate)
         candidate[rows[digit == edge[groups[rows]]]] = True
@@ -82,7 +104,9 @@ def _radix(column: Tensor, candidate: Tensor, groups: Tensor, quota: Tensor, com
 
 
 def _ordered_bits(keys: Tensor) -> Tensor:
-    """Non-negative int64 in the order of finite or infinite float64 keys (-0 equals 0); the last mantissa bit is dropped to make room for the sign."""
+    """Non-negative int64 in the order of finite or infinite float64 keys (-0 equals 0); the last
+    mantissa bit is dropped to make room for the sign.
+    """
     raw = (keys.to(torch.float64) + 0.0).contiguous().view(torch.int64)
     ordered = torch.where(raw < 0, ~raw ^ torch.iinfo(torch.int64).min, raw)
     return (ordered >> 1) + (1 << 62)
@@ -91,13 +115,17 @@ def _ordered_bits(keys: Tensor) -> Tensor:
 Rule = Literal["any", "mean", "quantile"]
 
 _FIXED_POINT = 2.0**36  # integer sums do not depend on their order; 2^27 unit rows fit into 63 bits
-_DOUBT = 1e-4  # bound on the float32 rounding of a dot product of unit vectors of a few thousand entries
+_DOUBT = (
+    1e-4  # bound on the float32 rounding of a dot product of unit vectors of a few thousand entries
+)
 _QUANTILE = 0.01
 
 
 @dataclass(frozen=True)
 class GrowthResult:
-    """mask bool [n] of the base and the added rows of this rank, the number added over all ranks, and |μ_c| float64 [C]."""
+    """mask bool [n] of the base and the added rows of this rank, the number added over all ranks,
+    and |μ_c| float64 [C].
+    """
 
     mask: Tensor
     added: int
@@ -105,21 +133,39 @@ class GrowthResult:
 
 
 def select_confident(
-    labels: Tensor, confidence: Tensor, gids: Tensor, *, fraction: float = 0.15, min_per_cluster: int = 40, comm: Comm | None = None
+    labels: Tensor,
+    confidence: Tensor,
+    gids: Tensor,
+    *,
+    fraction: float = 0.15,
+    min_per_cluster: int = 40,
+    comm: Comm | None = None,
 ) -> Tensor:
     """Collective: the most confident rows of each cluster, bool [n] (§6.7).
 
-    Cluster c of n_c nodes keeps `max(⌈fraction n_c⌉, min(min_per_cluster, n_c))` of them, highest confidence first, ties by global id.
-    A global cut would starve small clusters. Shapes: labels int64, confidence float, gids int64, all [n]; n may be 0.
+    Cluster c of n_c nodes keeps `max(⌈fraction n_c⌉, min(min_per_cluster, n_c))` of them, highest
+    confidence first, ties by global id. A global cut would starve small clusters. Shapes: labels
+    int64, confidence float, gids int64, all [n]; n may be 0.
     """
     comm = comm or Comm()
     if not 0 < fraction <= 1:
         raise UserError(f"The confident fraction must lie in (0, 1]; got {fraction}.")
     if int(comm.sum(torch.isnan(confidence).sum())):
-        raise UserError("The confidence of the initial labels holds NaN, so nodes cannot be ranked. Give every node a finite confidence, e.g. 1.")
+        raise UserError(
+            "The confidence of the initial labels holds NaN, so nodes cannot be ranked. Give "
+            "every node a finite confidence, e.g. 1."
+        )
     count = _cluster_sizes(labels, num_groups(labels, comm), comm)
-    quota = torch.tensor([max(math.ceil(fraction * size - 1e-9), min(min_per_cluster, size)) for size in count.tolist()], dtype=torch.int64)
-    return smallest_per_group(-confidence.to(torch.float64), gids, labels, quota.to(labels.device), comm)
+    quota = torch.tensor(
+        [
+            max(math.ceil(fraction * size - 1e-9), min(min_per_cluster, size))
+            for size in count.tolist()
+        ],
+        dtype=torch.int64,
+    )
+    return smallest_per_group(
+        -confidence.to(torch.float64), gids, labels, quota.to(labels.device), comm
+    )
 
 
 def grow_confident(
@@ -136,12 +182,15 @@ def grow_confident(
     comm: Comm | None = None,
     chunk_rows: int = 1024,
 ) -> GrowthResult:
-    """Collective: S = base and those other labelled rows whose unit embedding ẑ is close to it (§6.7). Not cumulative: always from the base.
+    """Collective: S = base and those other labelled rows whose unit embedding ẑ is close to it
+    (§6.7). Not cumulative: always from the base.
 
-    "any": `ẑ_i·ẑ_j >= threshold` for some base member i of a bank of at most `bank_size`, drawn evenly over clusters by a keyed hash (all
-    members when they fit: then exact, else a subset of the exact answer). "mean": `ẑ_j·μ_c >= threshold` for some c, μ_c the mean of ẑ
-    over the base of c; bounded by |μ_c|. "quantile": the best 1 % of the rows outside the base in each cluster by `ẑ_j·μ_c` (at least one).
-    A row that joins keeps its own label; `agree` asks the match to carry the same one. Shapes: z [n, D], others [n]; n may be 0.
+    "any": `ẑ_i·ẑ_j >= threshold` for some base member i of a bank of at most `bank_size`, drawn
+    evenly over clusters by a keyed hash (all members when they fit: then exact, else a subset of
+    the exact answer). "mean": `ẑ_j·μ_c >= threshold` for some c, μ_c the mean of ẑ over the base of
+    c; bounded by |μ_c|. "quantile": the best 1 % of the rows outside the base in each cluster by
+    `ẑ_j·μ_c` (at least one). A row that joins keeps its own label; `agree` asks the match to carry
+    the same one. Shapes: z [n, D], others [n]; n may be 0.
     """
     comm = comm or Comm()
     clusters = num_groups(labels, comm)
@@ -149,7 +198,15 @@ def grow_confident(
     mu = _class_means(z, labels, base, clusters, comm, chunk_rows)
     rows = torch.nonzero(~base & (labels >= 0)).flatten()
     if rule == "any":
-        joins = _near_bank(z, labels, rows, _bank(z, labels, base, gids, clusters, bank_size, seed, comm), threshold, agree, chunk_rows)
+        joins = _near_bank(
+            z,
+            labels,
+            rows,
+            _bank(z, labels, base, gids, clusters, bank_size, seed, comm),
+            threshold,
+            agree,
+            chunk_rows,
+        )
     elif rule == "mean":
         joins = _near_means(z, labels, rows, mu, threshold, agree, chunk_rows)
     else:
@@ -164,8 +221,12 @@ def _cluster_sizes(labels: Tensor, clusters: int, comm: Comm) -> Tensor:
     return comm.sum(torch.bincount(labels[labels >= 0], minlength=clusters)).cpu()
 
 
-def _class_means(z: Tensor, labels: Tensor, base: Tensor, clusters: int, comm: Comm, chunk_rows: int) -> Tensor:
-    """μ_c [C, D] in float64, in fixed-point arithmetic so that every split over ranks gives the same bits; zero for a cluster without base."""
+def _class_means(
+    z: Tensor, labels: Tensor, base: Tensor, clusters: int, comm: Comm, chunk_rows: int
+) -> Tensor:
+    """μ_c [C, D] in float64, in fixed-point arithmetic so that every split over ranks gives the
+    same bits; zero for a cluster without base.
+    """
     rows = torch.nonzero(base).flatten()
     total = torch.zeros(clusters, z.shape[1] + 1, dtype=torch.int64, device=z.device)
     for part in rows.split(chunk_rows):
@@ -176,7 +237,16 @@ def _class_means(z: Tensor, labels: Tensor, base: Tensor, clusters: int, comm: C
     return total[:, :-1].to(torch.float64) / _FIXED_POINT / total[:, -1:].clamp(min=1)
 
 
-def _bank(z: Tensor, labels: Tensor, base: Tensor, gids: Tensor, clusters: int, bank_size: int, seed: int, comm: Comm) -> tuple[Tensor, Tensor]:
+def _bank(
+    z: Tensor,
+    labels: Tensor,
+    base: Tensor,
+    gids: Tensor,
+    clusters: int,
+    bank_size: int,
+    seed: int,
+    comm: Comm,
+) -> tuple[Tensor, Tensor]:
     """Unit rows and labels of at most `bank_size` base members of all ranks, evenly over clusters."""
     members = torch.where(base, labels, -1)
     quota = class_quota(_cluster_sizes(members, clusters, comm), bank_size)
@@ -185,33 +255,65 @@ def _bank(z: Tensor, labels: Tensor, base: Tensor, gids: Tensor, clusters: int, 
     return unit_rows(comm.gather_rows(z.detach()[chosen])), comm.gather_rows(labels[chosen])
 
 
-def _near_bank(z: Tensor, labels: Tensor, rows: Tensor, bank: tuple[Tensor, Tensor], threshold: float, agree: bool, chunk_rows: int) -> Tensor:
-    """Which rows have a bank member at or above the threshold. Rows within float32 rounding of it are decided in float64."""
+def _near_bank(
+    z: Tensor,
+    labels: Tensor,
+    rows: Tensor,
+    bank: tuple[Tensor, Tensor],
+    threshold: float,
+    agree: bool,
+    chunk_rows: int,
+) -> Tensor:
+    """Which rows have a bank member at or above the threshold. Rows within float32 rounding of it
+    are decided in float64.
+    """
     bank_z, bank_labels = bank
     joins = torch.zeros(rows.numel(), dtype=torch.bool, device=rows.device)
     if bank_z.shape[0] == 0:
         return joins
     for begin in range(0, rows.numel(), chunk_rows):
         part = rows[begin : begin + chunk_rows]
-        best = _best_match(unit_rows(z[part]).to(torch.float32), labels[part], bank_z.to(torch.float32), bank_labels, agree)
+        best = _best_match(
+            unit_rows(z[part]).to(torch.float32),
+            labels[part],
+            bank_z.to(torch.float32),
+            bank_labels,
+            agree,
+        )
         near = best >= threshold
         doubt = torch.nonzero((best.to(torch.float64) - threshold).abs() <= _DOUBT).flatten()
         if doubt.numel():
             again = part[doubt]
-            exact = _best_match(unit_rows(z[again].to(torch.float64)), labels[again], bank_z.to(torch.float64), bank_labels, agree)
+            exact = _best_match(
+                unit_rows(z[again].to(torch.float64)),
+                labels[again],
+                bank_z.to(torch.float64),
+                bank_labels,
+                agree,
+            )
             near[doubt] = exact >= threshold
         joins[begin : begin + part.numel()] = near
     return joins
 
 
-def _best_match(x: Tensor, x_labels: Tensor, bank_z: Tensor, bank_labels: Tensor, agree: bool) -> Tensor:
+def _best_match(
+    x: Tensor, x_labels: Tensor, bank_z: Tensor, bank_labels: Tensor, agree: bool
+) -> Tensor:
     similarity = x @ bank_z.T
     if agree:
         similarity.masked_fill_(x_labels.unsqueeze(1) != bank_labels.unsqueeze(0), -math.inf)
     return similarity.amax(dim=1)
 
 
-def _near_means(z: Tensor, labels: Tensor, rows: Tensor, mu: Tensor, threshold: float, agree: bool, chunk_rows: int) -> Tensor:
+def _near_means(
+    z: Tensor,
+    labels: Tensor,
+    rows: Tensor,
+    mu: Tensor,
+    threshold: float,
+    agree: bool,
+    chunk_rows: int,
+) -> Tensor:
     joins = torch.zeros(rows.numel(), dtype=torch.bool, device=rows.device)
     for begin in range(0, rows.numel() if mu.shape[0] else 0, chunk_rows):
         part = rows[begin : begin + chunk_rows]
@@ -221,13 +323,26 @@ def _near_means(z: Tensor, labels: Tensor, rows: Tensor, mu: Tensor, threshold: 
     return joins
 
 
-def _best_quantile(z: Tensor, labels: Tensor, rows: Tensor, gids: Tensor, mu: Tensor, clusters: int, comm: Comm, chunk_rows: int) -> Tensor:
+def _best_quantile(
+    z: Tensor,
+    labels: Tensor,
+    rows: Tensor,
+    gids: Tensor,
+    mu: Tensor,
+    clusters: int,
+    comm: Comm,
+    chunk_rows: int,
+) -> Tensor:
     direction = unit_rows(mu)
     score = torch.zeros(rows.numel(), dtype=torch.float64, device=rows.device)
     for begin in range(0, rows.numel(), chunk_rows):
         part = rows[begin : begin + chunk_rows]
-        score[begin : begin + part.numel()] = (unit_rows(z[part].to(torch.float64)) * direction[labels[part]]).sum(dim=1)
+        score[begin : begin + part.numel()] = (
+            unit_rows(z[part].to(torch.float64)) * direction[labels[part]]
+        ).sum(dim=1)
     has_base = torch.linalg.vector_norm(mu, dim=1) > 0
     group = torch.where(has_base[labels[rows]], labels[rows], -1) if clusters else labels[rows]
-    quota = (_cluster_sizes(group, clusters, comm).to(torch.float64) * _QUANTILE).ceil().to(torch.int64)
+    quota = (
+        (_cluster_sizes(group, clusters, comm).to(torch.float64) * _QUANTILE).ceil().to(torch.int64)
+    )
     return smallest_per_group(-score, gids[rows], group, quota.to(rows.device), comm)

@@ -1,8 +1,11 @@
-"""Small dense solvers in float64 behind the feature selection: non-negative quadratic programmes and a guarded inverse.
+"""Small dense solvers in float64 behind the feature selection: non-negative quadratic programmes
+and a guarded inverse.
 
-Sparse non-negative weights on D features from the HSIC statistics: variational HSIC lasso, and a plain non-negative lasso.
+Sparse non-negative weights on D features from the HSIC statistics: variational HSIC lasso, and a
+plain non-negative lasso.
 
-Both end in the quadratic programme of `quadratic.py`. Everything runs in float64 on the CPU: a D x D problem is small.
+Both end in the quadratic programme of `quadratic.py`. Everything runs in float64 on the CPU: a D x
+D problem is small.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ _KKT_TOL = 1e-11
 
 
 def nonnegative_qp(matrix: Array, linear: Array, guess: Array) -> Array:
-    """argmin `½ wᵀPw - qᵀw` over w >= 0 by cyclic coordinate descent, at most 500 sweeps, to a largest step below 1e-8 (§7.6).
+    """argmin `½ wᵀPw - qᵀw` over w >= 0 by cyclic coordinate descent, at most 500 sweeps, to a
+    largest step below 1e-8 (§7.6).
 
-    Coordinate descent finds the support soon and then creeps when P is ill-conditioned. After 1, 2, 4, 8, ... sweeps the support is
-    therefore handed to principal pivoting; its answer counts only when it meets the optimality conditions, so it is the same
-    minimiser, exactly and whatever the starting point. Shapes: P [p, p] positive (semi)definite, q and guess [p].
+    Coordinate descent finds the support soon and then creeps when P is ill-conditioned. After 1, 2,
+    4, 8, ... sweeps the support is therefore handed to principal pivoting; its answer counts only
+    when it meets the optimality conditions, so it is the same minimiser, exactly and whatever the
+    starting point. Shapes: P [p, p] positive (semi)definite, q and guess [p].
     """
     w = np.maximum(guess, 0.0)
     residual = linear - matrix @ w
@@ -51,7 +56,9 @@ def nonnegative_qp(matrix: Array, linear: Array, guess: Array) -> Array:
 
 
 def _sweep(matrix: Array, diagonal: Array, w: Array, residual: Array) -> float:
-    """One pass over the coordinates that are positive or want to be; updates w and residual = q - Pw in place, returns the largest step."""
+    """One pass over the coordinates that are positive or want to be; updates w and residual = q -
+    Pw in place, returns the largest step.
+    """
     largest = 0.0
     for i in np.flatnonzero((w > 0) | (residual > 0)):
         new = max(w[i] + residual[i] / diagonal[i], 0.0)
@@ -64,7 +71,9 @@ def _sweep(matrix: Array, diagonal: Array, w: Array, residual: Array) -> float:
 
 
 def _pivot(matrix: Array, linear: Array, support: NDArray[np.bool_]) -> Array | None:
-    """Block principal pivoting (Júdice & Pires 1994): solve on the support, exchange every violating coordinate; None without success."""
+    """Block principal pivoting (Júdice & Pires 1994): solve on the support, exchange every
+    violating coordinate; None without success.
+    """
     support = support.copy()
     scale = _KKT_TOL * max(float(np.abs(linear).max(initial=0.0)), np.finfo(float).tiny)
     for _ in range(_MAX_PIVOTS):
@@ -85,9 +94,11 @@ def _pivot(matrix: Array, linear: Array, support: NDArray[np.bool_]) -> Array | 
 
 
 def jacobi(matrix: Array, linear: Array, guess: Array, tol: float = 1e-5) -> Array:
-    """The released simultaneous update of all coordinates, ended when the length of the step stops shrinking by `tol` (§7.6).
+    """The released simultaneous update of all coordinates, ended when the length of the step stops
+    shrinking by `tol` (§7.6).
 
-    Kept for parity: with a positive matrix far from diagonal dominance it diverges and leaves early.
+    Kept for parity: with a positive matrix far from diagonal dominance it diverges and leaves
+    early.
     """
     diagonal = matrix.diagonal()
     w, length = guess, np.inf
@@ -101,7 +112,9 @@ def jacobi(matrix: Array, linear: Array, guess: Array, tol: float = 1e-5) -> Arr
 
 
 class Inverse(NamedTuple):
-    """Of a positive definite matrix M: upper Cholesky factor of M + ridge·I, diagonal of its inverse [d], log-determinant, and the ridge (mostly 0)."""
+    """Of a positive definite matrix M: upper Cholesky factor of M + ridge·I, diagonal of its
+    inverse [d], log-determinant, and the ridge (mostly 0).
+    """
 
     factor: Array
     diagonal: Array
@@ -112,8 +125,9 @@ class Inverse(NamedTuple):
 def invert(matrix: Array) -> Inverse:
     """One that is not positive definite, numerically, gets a ridge of 1e-6 of its mean diagonal.
 
-    With M = UᵀU the diagonal of M⁻¹ is the row sums of squares of U⁻¹: two thirds of the work of the whole inverse. The transpose is the column
-    order LAPACK works in, so that nothing is copied over.
+    With M = UᵀU the diagonal of M⁻¹ is the row sums of squares of U⁻¹: two thirds of the work of
+    the whole inverse. The transpose is the column order LAPACK works in, so that nothing is copied
+    over.
     """
     ridge = 0.0
     factor, info = lapack.dpotrf(matrix.T, lower=0)
@@ -121,7 +135,12 @@ def invert(matrix: Array) -> Inverse:
         ridge = 1e-6 * float(np.trace(matrix)) / matrix.shape[0]
         factor, info = lapack.dpotrf((matrix + ridge * np.eye(matrix.shape[0])).T, lower=0)
     inverse, _ = lapack.dtrtri(factor, lower=0)
-    return Inverse(factor, np.einsum("ij,ij->i", inverse, inverse), 2.0 * float(np.sum(np.log(factor.diagonal()))), ridge)
+    return Inverse(
+        factor,
+        np.einsum("ij,ij->i", inverse, inverse),
+        2.0 * float(np.sum(np.log(factor.diagonal()))),
+        ridge,
+    )
 
 
 Inner = Literal["cd", "jacobi"]
@@ -134,7 +153,9 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class VIResult:
-    """Weights omega [D] >= 0 with exact zeros, noise variance, value of the bound, outer passes, number of non-zero weights."""
+    """Weights omega [D] >= 0 with exact zeros, noise variance, value of the bound, outer passes,
+    number of non-zero weights.
+    """
 
     omega: Tensor
     sigma2: float
@@ -156,7 +177,9 @@ class _State:
 
 @dataclass(frozen=True)
 class VIProblem:
-    """What does not depend on λ: the features kept, the adaptive weights, and the state after the first, unpenalised pass (§7.6)."""
+    """What does not depend on λ: the features kept, the adaptive weights, and the state after the
+    first, unpenalised pass (§7.6).
+    """
 
     num_features: int
     keep: NDArray[np.int64]
@@ -170,15 +193,18 @@ class VIProblem:
 
 
 def kept_features(stats: HsicStats) -> NDArray[np.int64]:
-    """Positions of the features that vary in at least half of the blocks; the others keep weight zero (§12.1)."""
+    """Positions of the features that vary in at least half of the blocks; the others keep weight
+    zero (§12.1).
+    """
     return np.flatnonzero(stats.coverage.numpy() >= MIN_COVERAGE)
 
 
 def prepare_vi(stats: HsicStats, *, nu: float = 1.5) -> VIProblem:
     """The λ-free part of the variational solve, shared by all solves of a bisection.
 
-    Adaptive weights `a = |G⁻¹b|`; with a condition number above 1e10, `a = |(G + εI)⁻¹b|`, `ε = 1e-6 tr(G)/D`. Floored at 1e-6 of the
-    largest in both cases (§12.1), so that a vanishing weight means a heavy penalty and not a division by zero.
+    Adaptive weights `a = |G⁻¹b|`; with a condition number above 1e10, `a = |(G + εI)⁻¹b|`, `ε =
+    1e-6 tr(G)/D`. Floored at 1e-6 of the largest in both cases (§12.1), so that a vanishing weight
+    means a heavy penalty and not a division by zero.
     """
     keep = kept_features(stats)
     gram, cross = stats.G.numpy()[np.ix_(keep, keep)], stats.b.numpy()[keep]
@@ -190,39 +216,71 @@ def prepare_vi(stats: HsicStats, *, nu: float = 1.5) -> VIProblem:
     start = _State(ones, ones, ones, 1.0, math.inf)
     num_rows = float(max(stats.n * stats.block_size * stats.repeats, 1))
     bare = VIProblem(stats.b.numel(), keep, gram, cross, stats.y2, num_rows, nu, adaptive, start)
-    first = _outer_pass(bare, start, lambda precision, inverse: lapack.dpotrs(inverse.factor, cross)[0]) if keep.size else start
+    first = (
+        _outer_pass(bare, start, lambda precision, inverse: lapack.dpotrs(inverse.factor, cross)[0])
+        if keep.size
+        else start
+    )
     return VIProblem(bare.num_features, keep, gram, cross, bare.y2, num_rows, nu, adaptive, first)
 
 
 def _solve(gram: Array, cross: Array) -> Array:
-    """`G⁻¹b`, or with a condition number (LAPACK's estimate, 1-norm) above 1e10 `(G + εI)⁻¹b`, `ε = 1e-6 tr(G)/D`."""
+    """`G⁻¹b`, or with a condition number (LAPACK's estimate, 1-norm) above 1e10 `(G + εI)⁻¹b`, `ε =
+    1e-6 tr(G)/D`.
+    """
     factor, info = lapack.dpotrf(gram.T, lower=0)
-    reciprocal = lapack.dpocon(factor, np.abs(gram).sum(axis=0).max(), uplo="U")[0] if info == 0 else 0.0
+    reciprocal = (
+        lapack.dpocon(factor, np.abs(gram).sum(axis=0).max(), uplo="U")[0] if info == 0 else 0.0
+    )
     if reciprocal * _MAX_CONDITION <= 1.0:
-        factor, _ = lapack.dpotrf((gram + _RIDGE * np.trace(gram) / gram.shape[0] * np.eye(gram.shape[0])).T, lower=0)
+        factor, _ = lapack.dpotrf(
+            (gram + _RIDGE * np.trace(gram) / gram.shape[0] * np.eye(gram.shape[0])).T, lower=0
+        )
     solution: Array = lapack.dpotrs(factor, cross)[0]
     return solution
 
 
 def solve_vi(
-    stats: HsicStats | VIProblem, lam: float, *, warm: Tensor | None = None, inner: Inner = "cd", tol: float = 1e-5, max_outer: int = 100, nu: float = 1.5
+    stats: HsicStats | VIProblem,
+    lam: float,
+    *,
+    warm: Tensor | None = None,
+    inner: Inner = "cd",
+    tol: float = 1e-5,
+    max_outer: int = 100,
+    nu: float = 1.5,
 ) -> VIResult:
-    """Weights of the variational HSIC lasso with penalty λ on positive and an infinite one on negative weights (§7.6).
+    """Weights of the variational HSIC lasso with penalty λ on positive and an infinite one on
+    negative weights (§7.6).
 
-    One pass: `P = G + σ² diag(1/g)`, `Σ = σ² P⁻¹`, `g = w² + diag Σ`; L1 step `w = argmin ½wᵀPw - (b - θ)ᵀw, w >= 0` on the active set,
-    `θ = λ (RSS + tr GΣ)/a` from the pass before; features at or below `tol` leave the active set for good; `σ² = (RSS + tr GΣ)/R_eff`,
-    `R_eff = n·B·M`. Ends when the relative change of the full bound is below `tol`, or nothing is active.
-    `inner="jacobi"` is the released simultaneous update, for parity only. `warm` [D] merely shortens the first L1 step.
+    One pass: `P = G + σ² diag(1/g)`, `Σ = σ² P⁻¹`, `g = w² + diag Σ`; L1 step `w = argmin ½wᵀPw -
+    (b - θ)ᵀw, w >= 0` on the active set,
+    `θ = λ (RSS + tr GΣ)/a` from the pass before; features at or below `tol` leave the active set
+    for good; `σ² = (RSS + tr GΣ)/R_eff`,
+    `R_eff = n·B·M`. Ends when the relative change of the full bound is below `tol`, or nothing is
+    active.
+    `inner="jacobi"` is the released simultaneous update, for parity only. `warm` [D] merely
+    shortens the first L1 step.
     """
     problem = stats if isinstance(stats, VIProblem) else prepare_vi(stats, nu=nu)
     state, iterations = problem.first, 1
-    active = state.w > tol if inner == "cd" else np.ones(problem.keep.size, dtype=bool)  # the release does not prune after its first pass
+    active = (
+        state.w > tol if inner == "cd" else np.ones(problem.keep.size, dtype=bool)
+    )  # the release does not prune after its first pass
     guess = state.w if warm is None else warm.numpy()[problem.keep]
     while active.any() and iterations < max_outer:
         index = np.flatnonzero(active)
-        linear = problem.cross[index] - lam * state.sigma2 * problem.num_rows / problem.adaptive[index]
+        linear = (
+            problem.cross[index] - lam * state.sigma2 * problem.num_rows / problem.adaptive[index]
+        )
 
-        def l1_step(precision: Array, inverse: Inverse, index: NDArray[np.int64] = index, linear: Array = linear, guess: Array = guess) -> Array:
+        def l1_step(
+            precision: Array,
+            inverse: Inverse,
+            index: NDArray[np.int64] = index,
+            linear: Array = linear,
+            guess: Array = guess,
+        ) -> Array:
             w = np.zeros_like(guess)
             step = nonnegative_qp if inner == "cd" else jacobi
             w[index] = step(precision[np.ix_(index, index)], linear, guess[index])
@@ -237,29 +295,49 @@ def solve_vi(
             break
     omega = np.zeros(problem.num_features)
     omega[problem.keep[active]] = state.w[active]
-    return VIResult(torch.from_numpy(omega), state.sigma2, state.bound, iterations, int(active.sum()))
+    return VIResult(
+        torch.from_numpy(omega), state.sigma2, state.bound, iterations, int(active.sum())
+    )
 
 
-def solve_nnlasso(stats: HsicStats, beta: float, *, warm: Tensor | None = None, tol: float = 1e-5) -> VIResult:
-    """Plain non-negative lasso `min ½ωᵀGω - bᵀω + β Σω, ω >= 0`, the same objective without variational terms (§7.6).
+def solve_nnlasso(
+    stats: HsicStats, beta: float, *, warm: Tensor | None = None, tol: float = 1e-5
+) -> VIResult:
+    """Plain non-negative lasso `min ½ωᵀGω - bᵀω + β Σω, ω >= 0`, the same objective without
+    variational terms (§7.6).
 
-    Weights at or below `tol` are set to zero. The bound is the objective; σ² is RSS / R_eff, or NaN for conditional statistics,
-    where the quadratic form is no residual.
+    Weights at or below `tol` are set to zero. The bound is the objective; σ² is RSS / R_eff, or NaN
+    for conditional statistics, where the quadratic form is no residual.
     """
     keep = kept_features(stats)
     gram, cross = stats.G.numpy()[np.ix_(keep, keep)], stats.b.numpy()[keep]
-    w = nonnegative_qp(gram, cross - beta, np.zeros(keep.size) if warm is None else warm.numpy()[keep])
+    w = nonnegative_qp(
+        gram, cross - beta, np.zeros(keep.size) if warm is None else warm.numpy()[keep]
+    )
     w = np.where(w > tol, w, 0.0)
     quadratic = float(w @ gram @ w)
     rss = stats.y2 - 2.0 * float(cross @ w) + quadratic
-    sigma2 = math.nan if stats.is_conditional else max(rss, 0.0) / max(stats.n * stats.block_size * stats.repeats, 1)
+    sigma2 = (
+        math.nan
+        if stats.is_conditional
+        else max(rss, 0.0) / max(stats.n * stats.block_size * stats.repeats, 1)
+    )
     omega = np.zeros(stats.b.numel())
     omega[keep] = w
-    return VIResult(torch.from_numpy(omega), sigma2, quadratic / 2 - float((cross - beta) @ w), 1, int((w > 0).sum()))
+    return VIResult(
+        torch.from_numpy(omega),
+        sigma2,
+        quadratic / 2 - float((cross - beta) @ w),
+        1,
+        int((w > 0).sum()),
+    )
 
 
-def _outer_pass(problem: VIProblem, state: _State, weights: Callable[[Array, Inverse], Array]) -> _State:
-    """One pass of §7.6; `weights(P, P⁻¹)` gives the new w. The bound is the complete one, up to a constant:
+def _outer_pass(
+    problem: VIProblem, state: _State, weights: Callable[[Array, Inverse], Array]
+) -> _State:
+    """One pass of §7.6; `weights(P, P⁻¹)` gives the new w. The bound is the complete one, up to a
+    constant:
 
     `RSS/2σ² + Σ[(½ f g + 1)/ζ + (ν+½) ln ζ - ½ ln f] - ½ ln|Σ| + tr(GΣ)/2σ² + ½ R_eff ln 2πσ²`.
     """
@@ -276,7 +354,14 @@ def _outer_pass(problem: VIProblem, state: _State, weights: Callable[[Array, Inv
     trace = state.sigma2 * (g.size - float((added + inverse.ridge) @ inverse.diagonal))
     rss = max(problem.y2 - 2.0 * float(problem.cross @ w) + float(w @ gram @ w), 0.0)
     sigma2 = max(rss + trace, _TINY * problem.y2, _TINY**2) / problem.num_rows
-    prior = np.sum((0.5 * f * (w**2 + variance) + 1.0) / zeta + (nu + 0.5) * np.log(zeta) - 0.5 * np.log(f))
+    prior = np.sum(
+        (0.5 * f * (w**2 + variance) + 1.0) / zeta + (nu + 0.5) * np.log(zeta) - 0.5 * np.log(f)
+    )
     entropy = 0.5 * (g.size * math.log(state.sigma2) - inverse.logdet)
-    bound = (rss + trace) / (2.0 * sigma2) + float(prior) - entropy + 0.5 * problem.num_rows * math.log(2.0 * math.pi * sigma2)
+    bound = (
+        (rss + trace) / (2.0 * sigma2)
+        + float(prior)
+        - entropy
+        + 0.5 * problem.num_rows * math.log(2.0 * math.pi * sigma2)
+    )
     return _State(w, variance, f, sigma2, bound)

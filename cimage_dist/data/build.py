@@ -1,7 +1,8 @@
 """Edges in any order -> destination-sorted CSC on disk, in bounded memory.
 
-Every edge becomes two keys `row * N + column` (one per direction). Sorted keys are exactly the CSC order, and equal keys are
-duplicates. Keys are spilled to files by key range, so each file can be sorted alone and written out in turn.
+Every edge becomes two keys `row * N + column` (one per direction). Sorted keys are exactly the CSC
+order, and equal keys are duplicates. Keys are spilled to files by key range, so each file can be
+sorted alone and written out in turn.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ class NpyWriter:
         self._header()
 
     def _header(self) -> None:
-        # numpy pads the header for a growing first axis, so the final header has the length of the first one.
+        # numpy pads the header for a growing first axis, so the final header has the length of the
+        # first one.
         self._file.seek(0)
-        facts = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.rows, *self.row_shape)}
+        facts = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype),
+            "fortran_order": False,
+            "shape": (self.rows, *self.row_shape),
+        }
         np.lib.format.write_array_header_1_0(self._file, facts)
 
     def write(self, rows: Array) -> None:
@@ -52,7 +58,12 @@ class NpyWriter:
     def __enter__(self) -> NpyWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -76,8 +87,12 @@ def _sort_unique(keys: Array) -> Array:
     return keys if new.all() else keys[new]
 
 
-def csc_in_memory(num_nodes: int, src: Array, dst: Array, where: str = "edge_index") -> tuple[Array, Array, dict[str, int]]:
-    """(indptr, indices, statistics) of the symmetric simple graph, for graphs that are in memory anyway."""
+def csc_in_memory(
+    num_nodes: int, src: Array, dst: Array, where: str = "edge_index"
+) -> tuple[Array, Array, dict[str, int]]:
+    """(indptr, indices, statistics) of the symmetric simple graph, for graphs that are in memory
+    anyway.
+    """
     src, dst = check_ids(src, dst, num_nodes, where)
     keep = src != dst
     keys = _both_directions(src[keep].astype(np.int64), dst[keep].astype(np.int64), num_nodes)
@@ -85,25 +100,44 @@ def csc_in_memory(num_nodes: int, src: Array, dst: Array, where: str = "edge_ind
     indptr = np.zeros(num_nodes + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=num_nodes), out=indptr[1:])
     indices = (keys - rows * num_nodes).astype(index_dtype(num_nodes))
-    return indptr, indices, _statistics(len(src), int((~keep).sum()), len(keys), int((np.diff(indptr) == 0).sum()))
+    return (
+        indptr,
+        indices,
+        _statistics(len(src), int((~keep).sum()), len(keys), int((np.diff(indptr) == 0).sum())),
+    )
 
 
 def _statistics(read: int, loops: int, directed: int, isolated: int) -> dict[str, int]:
     """A pair that the source lists in both directions counts as merged once."""
-    return {"edges_read": read, "self_loops_removed": loops, "duplicates_merged": read - loops - directed // 2, "isolated_nodes": isolated}
+    return {
+        "edges_read": read,
+        "self_loops_removed": loops,
+        "duplicates_merged": read - loops - directed // 2,
+        "isolated_nodes": isolated,
+    }
 
 
 class CscBuilder:
-    """Collects edge chunks, then writes `indptr.npy` (int64) and `indices.npy` (int32 when ids fit).
+    """Collects edge chunks, then writes `indptr.npy` (int64) and `indices.npy` (int32 when ids
+    fit).
 
-    Memory stays near `budget_bytes` plus one row pointer array, whatever the number of edges. Files under `work_dir` are removed.
+    Memory stays near `budget_bytes` plus one row pointer array, whatever the number of edges. Files
+    under `work_dir` are removed.
     """
 
-    def __init__(self, num_nodes: int, work_dir: Path, budget_bytes: int = DEFAULT_BUDGET, where: str = "the edge list") -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        work_dir: Path,
+        budget_bytes: int = DEFAULT_BUDGET,
+        where: str = "the edge list",
+    ) -> None:
         if num_nodes < 1:
             raise UserError(f"{where}: the graph is empty, it has no nodes.")
         if num_nodes > MAX_NODES:
-            raise UserError(f"{where}: {num_nodes:,} nodes are more than the {MAX_NODES:,} this store can hold.")
+            raise UserError(
+                f"{where}: {num_nodes:,} nodes are more than the {MAX_NODES:,} this store can hold."
+            )
         self.num_nodes, self.work_dir, self.where = num_nodes, work_dir, where
         self.edges_read = self.self_loops = 0
         # Sorting keys needs about four times their size.
@@ -114,11 +148,16 @@ class CscBuilder:
         self._spilled = False
 
     def add(self, src: Array, dst: Array) -> None:
-        """A chunk of edges of any size and integer type; both directions are added, self-loops dropped."""
+        """A chunk of edges of any size and integer type; both directions are added, self-loops
+        dropped.
+        """
         src, dst = check_ids(src, dst, self.num_nodes, self.where, self.edges_read)
         self.edges_read += len(src)
         for start in range(0, len(src), self._chunk):
-            s, d = src[start : start + self._chunk].astype(np.int64), dst[start : start + self._chunk].astype(np.int64)
+            s, d = (
+                src[start : start + self._chunk].astype(np.int64),
+                dst[start : start + self._chunk].astype(np.int64),
+            )
             keep = s != d
             loops = len(s) - int(np.count_nonzero(keep))
             if loops:
@@ -170,7 +209,9 @@ class CscBuilder:
                 yield np.array([low], dtype=np.int64)
             else:
                 # Hubs make some ranges heavy: cut these into narrower ranges until each fits.
-                inner = _bounds(low, high, min(_BUCKETS, high - low, 2 * size // self._bucket_bytes + 1))
+                inner = _bounds(
+                    low, high, min(_BUCKETS, high - low, 2 * size // self._bucket_bytes + 1)
+                )
                 for keys in _read_keys(path, self._bucket_bytes // 8 + 1):
                     self._spill(_sort_unique(keys), inner, f"{prefix}-{i:03d}")
                 path.unlink()
@@ -179,7 +220,9 @@ class CscBuilder:
     def finish(self, out_dir: Path) -> dict[str, int]:
         """Write the two files into `out_dir`; returns the statistics of the manifest."""
         n = self.num_nodes
-        indptr = np.lib.format.open_memmap(out_dir / "indptr.npy", mode="w+", dtype=np.int64, shape=(n + 1,))
+        indptr = np.lib.format.open_memmap(
+            out_dir / "indptr.npy", mode="w+", dtype=np.int64, shape=(n + 1,)
+        )
         with NpyWriter(out_dir / "indices.npy", index_dtype(n)) as indices:
             for keys in self._runs():
                 if keys.size == 0:

@@ -1,4 +1,6 @@
-"""Checks every graph passes before it is stored: one readable error each, with counts and the first offending rows."""
+"""Checks every graph passes before it is stored: one readable error each, with counts and the first
+offending rows.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ Array = np.ndarray[Any, Any]
 _SHOWN = 3
 
 
-def check_ids(src: Array, dst: Array, num_nodes: int, where: str = "the edge list", first: int = 0) -> tuple[Array, Array]:
-    """Both ends of each edge as integers in [0, num_nodes). `first` is the number of edges read before this chunk."""
+def check_ids(
+    src: Array, dst: Array, num_nodes: int, where: str = "the edge list", first: int = 0
+) -> tuple[Array, Array]:
+    """Both ends of each edge as integers in [0, num_nodes). `first` is the number of edges read
+    before this chunk.
+    """
     src, dst = np.asarray(src), np.asarray(dst)
     if src.ndim != 1 or src.shape != dst.shape:
-        raise UserError(f"{where}: sources and targets must be two columns of equal length; got shapes {src.shape} and {dst.shape}.")
+        raise UserError(
+            f"{where}: sources and targets must be two columns of equal length; got shapes "
+            f"{src.shape} and {dst.shape}."
+        )
     src, dst = _integers(src, where, first), _integers(dst, where, first)
     if src.size == 0:
         return src, dst
@@ -28,12 +37,15 @@ def check_ids(src: Array, dst: Array, num_nodes: int, where: str = "the edge lis
     if low < 0:
         bad = np.flatnonzero((src < 0) | (dst < 0))
         raise UserError(
-            f"{where}: {bad.size:,} {seen} have a negative node id. First: {_show(bad, src, dst, first)}. Node ids count from 0; remove or renumber these rows."
+            f"{where}: {bad.size:,} {seen} have a negative node id. First: "
+            f"{_show(bad, src, dst, first)}. Node ids count from 0; remove or renumber these rows."
         )
     bad = np.flatnonzero((src >= num_nodes) | (dst >= num_nodes))
     raise UserError(
-        f"{where}: {bad.size:,} {seen} name a node outside 0..{num_nodes - 1:,} (the graph has {num_nodes:,} nodes; highest id seen {high:,}). "
-        f"First: {_show(bad, src, dst, first)}. Node ids count from 0 and must match the rows of the features or labels; if yours count from 1, subtract 1."
+        f"{where}: {bad.size:,} {seen} name a node outside 0..{num_nodes - 1:,} (the graph has "
+        f"{num_nodes:,} nodes; highest id seen {high:,}). "
+        f"First: {_show(bad, src, dst, first)}. Node ids count from 0 and must match the rows "
+        "of the features or labels; if yours count from 1, subtract 1."
     )
 
 
@@ -51,30 +63,44 @@ def _integers(ids: Array, where: str, first: int) -> Array:
         bad = np.flatnonzero(~whole)
         shown = ", ".join(f"edge {first + int(i) + 1:,} has {ids[i]}" for i in bad[:_SHOWN])
         raise UserError(
-            f"{where}: {bad.size:,} node ids are not whole numbers. First: {shown}. Node ids are integers counted from 0; missing values are not allowed."
+            f"{where}: {bad.size:,} node ids are not whole numbers. First: {shown}. Node ids "
+            "are integers counted from 0; missing values are not allowed."
         )
     import pandas as pd
 
-    bad = np.flatnonzero(pd.to_numeric(pd.Series(ids), errors="coerce").isna().to_numpy()) if ids.dtype.kind != "b" else np.arange(len(ids))
+    bad = (
+        np.flatnonzero(pd.to_numeric(pd.Series(ids), errors="coerce").isna().to_numpy())
+        if ids.dtype.kind != "b"
+        else np.arange(len(ids))
+    )
     shown = ", ".join(f"edge {first + int(i) + 1:,} has {ids[i]!r}" for i in bad[:_SHOWN])
-    raise UserError(f"{where}: {bad.size:,} node ids are not integers. First: {shown}. Node ids are integers counted from 0; map names to numbers first.")
+    raise UserError(
+        f"{where}: {bad.size:,} node ids are not integers. First: {shown}. Node ids are "
+        "integers counted from 0; map names to numbers first."
+    )
 
 
 def check_features(rows: Array, stored: Array, first: int, where: str) -> None:
-    """`stored` is `rows` in its storage type and must be finite everywhere. `first` is the node id of row 0."""
+    """`stored` is `rows` in its storage type and must be finite everywhere. `first` is the node id
+    of row 0.
+    """
     finite = np.isfinite(stored)
     if finite.all():
         return
     at = np.argwhere(~finite)
     bad_rows = np.unique(at[:, 0]).size
-    shown = ", ".join(f"row {first + int(i):,} column {int(j):,} = {rows[i, j]}" for i, j in at[:_SHOWN])
+    shown = ", ".join(
+        f"row {first + int(i):,} column {int(j):,} = {rows[i, j]}" for i, j in at[:_SHOWN]
+    )
     if np.isfinite(rows[~finite].astype(np.float64)).all():
         raise UserError(
-            f"{where}: {len(at):,} values in {bad_rows:,} rows are too large for {stored.dtype}. First: {shown}. "
+            f"{where}: {len(at):,} values in {bad_rows:,} rows are too large for "
+            f"{stored.dtype}. First: {shown}. "
             "Scale the features, or set data.feature_dtype=float32."
         )
     raise UserError(
-        f"{where}: {len(at):,} values in {bad_rows:,} rows among rows 0..{first + len(rows) - 1:,} are NaN or infinite. "
+        f"{where}: {len(at):,} values in {bad_rows:,} rows among rows "
+        f"0..{first + len(rows) - 1:,} are NaN or infinite. "
         f"First: {shown}. Replace them (e.g. by column means) and try again."
     )
 
@@ -82,7 +108,8 @@ def check_features(rows: Array, stored: Array, first: int, where: str) -> None:
 def check_rows(count: int, num_nodes: int, what: str, where: str) -> None:
     if count != num_nodes:
         raise UserError(
-            f"{where}: {what} have {count:,} rows, but the graph has {num_nodes:,} nodes. Row i belongs to node i, so there must be one row per node."
+            f"{where}: {what} have {count:,} rows, but the graph has {num_nodes:,} nodes. Row i "
+            "belongs to node i, so there must be one row per node."
         )
 
 
@@ -102,7 +129,8 @@ def clean_labels(y: Array, num_nodes: int, where: str) -> Array:
         bad = np.flatnonzero(~missing & ~(np.isfinite(y) & (y == np.trunc(y))))
         if bad.size:
             raise UserError(
-                f"{where}: {bad.size:,} labels are not whole numbers. First: {_rows(bad, y)}. Classes are 0..C-1; an empty cell or -1 means unlabelled."
+                f"{where}: {bad.size:,} labels are not whole numbers. First: {_rows(bad, y)}. "
+                "Classes are 0..C-1; an empty cell or -1 means unlabelled."
             )
         y = np.where(missing, -1, y)
     elif y.dtype.kind not in "iub":
@@ -110,10 +138,16 @@ def clean_labels(y: Array, num_nodes: int, where: str) -> Array:
     y = np.ascontiguousarray(y, dtype=np.int64)
     bad = np.flatnonzero(y < -1)
     if bad.size:
-        raise UserError(f"{where}: {bad.size:,} labels are below -1. First: {_rows(bad, y)}. Classes are 0..C-1; -1 means unlabelled.")
+        raise UserError(
+            f"{where}: {bad.size:,} labels are below -1. First: {_rows(bad, y)}. Classes are "
+            "0..C-1; -1 means unlabelled."
+        )
     if y.size and int(y.max()) >= max(2 * num_nodes, 1024):
         bad = np.flatnonzero(y >= max(2 * num_nodes, 1024))
-        raise UserError(f"{where}: labels reach {int(y.max()):,}, far above the {num_nodes:,} nodes. First: {_rows(bad, y)}. Renumber the classes to 0..C-1.")
+        raise UserError(
+            f"{where}: labels reach {int(y.max()):,}, far above the {num_nodes:,} nodes. First: "
+            f"{_rows(bad, y)}. Renumber the classes to 0..C-1."
+        )
     return y
 
 
@@ -122,7 +156,9 @@ def _rows(bad: Array, values: Array) -> str:
 
 
 def clean_masks(masks: Mapping[str, Array], num_nodes: int, where: str) -> dict[str, Array]:
-    """bool [N], or [N, S] for S splits, for train / val / test; disjoint. A single test set is repeated for every split."""
+    """bool [N], or [N, S] for S splits, for train / val / test; disjoint. A single test set is
+    repeated for every split.
+    """
     if not masks:
         return {}
     out = {name: np.asarray(mask, dtype=bool) for name, mask in masks.items()}
@@ -130,10 +166,15 @@ def clean_masks(masks: Mapping[str, Array], num_nodes: int, where: str) -> dict[
         check_rows(len(mask), num_nodes, f"{name} masks", where)
     widths = {mask.shape[1] for mask in out.values() if mask.ndim == 2}
     if len(widths) > 1:
-        raise UserError(f"{where}: the split masks have different numbers of splits: {sorted(widths)}.")
+        raise UserError(
+            f"{where}: the split masks have different numbers of splits: {sorted(widths)}."
+        )
     if widths:
         width = widths.pop()
-        out = {name: mask if mask.ndim == 2 else np.repeat(mask[:, None], width, axis=1) for name, mask in out.items()}
+        out = {
+            name: mask if mask.ndim == 2 else np.repeat(mask[:, None], width, axis=1)
+            for name, mask in out.items()
+        }
     names = list(out)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
@@ -142,7 +183,8 @@ def clean_masks(masks: Mapping[str, Array], num_nodes: int, where: str) -> dict[
                 nodes = np.flatnonzero(both if both.ndim == 1 else both.any(axis=1))
                 shown = ", ".join(f"{int(n):,}" for n in nodes[:_SHOWN])
                 raise UserError(
-                    f"{where}: the splits overlap: {nodes.size:,} nodes are in both {a} and {b} (first: {shown}). "
+                    f"{where}: the splits overlap: {nodes.size:,} nodes are in both {a} and {b} "
+                    f"(first: {shown}). "
                     "Every node may be in one of train, val, test only."
                 )
     return out

@@ -2,10 +2,12 @@
 
     x̄ = 1/N Σ x,   E[x²] = 1/N Σ x∘x,   Σ_x = 1/N Σ (x − x̄)(x − x̄)ᵀ
 
-Up to `FULL_WIDTH` columns the covariance is exact. Wider features keep a factor of r sampled, centred rows divided by √r,
-so that Σ_x ≈ factorᵀ factor without an F×F matrix; with r = N it is exact too.
+Up to `FULL_WIDTH` columns the covariance is exact. Wider features keep a factor of r sampled,
+centred rows divided by √r, so that Σ_x ≈ factorᵀ factor without an F×F matrix; with r = N it is
+exact too.
 
-Features made from the graph, for graphs that come without (data.features = degree | hash | laplacian).
+Features made from the graph, for graphs that come without (data.features = degree | hash |
+laplacian).
 """
 
 from __future__ import annotations
@@ -26,19 +28,25 @@ _SPARSE_BELOW = 0.1  # share of non-zeros under which the Gram matrix is summed 
 
 
 def sampled_rows(num_rows: int, count: int, seed: int = 0) -> Array:
-    """`count` distinct row ids (all of them if there are no more), ascending, a function of the arguments alone."""
+    """`count` distinct row ids (all of them if there are no more), ascending, a function of the
+    arguments alone.
+    """
     if count >= num_rows:
         return np.arange(num_rows)
     key = keyed.stream(seed, "feature-sample")
     if num_rows <= 4 * count:
-        return np.sort(torch.argsort(keyed.bits(key, torch.arange(num_rows)), stable=True)[:count].numpy())
+        return np.sort(
+            torch.argsort(keyed.bits(key, torch.arange(num_rows)), stable=True)[:count].numpy()
+        )
     drawn = keyed.integers(key, torch.arange(2 * count), num_rows).numpy()
     _, first = np.unique(drawn, return_index=True)
     return np.sort(drawn[np.sort(first)[:count]])
 
 
 class MomentAccumulator:
-    """Feed all rows in order with `add`, then `finish`. Memory: F² float64, or r·F for wide features."""
+    """Feed all rows in order with `add`, then `finish`. Memory: F² float64, or r·F for wide
+    features.
+    """
 
     def __init__(self, num_rows: int, num_features: int, seed: int = 0) -> None:
         self.num_rows, self.num_features = num_rows, num_features
@@ -48,7 +56,11 @@ class MomentAccumulator:
         self._square = np.zeros(num_features)
         self._full = num_features <= FULL_WIDTH
         self._gram = np.zeros((num_features, num_features)) if self._full else None
-        self._ids = np.empty(0, dtype=np.int64) if self._full else sampled_rows(num_rows, SAMPLED_ROWS, seed)
+        self._ids = (
+            np.empty(0, dtype=np.int64)
+            if self._full
+            else sampled_rows(num_rows, SAMPLED_ROWS, seed)
+        )
         self._rows: list[Array] = []
 
     def add(self, rows: Array) -> None:
@@ -56,8 +68,13 @@ class MomentAccumulator:
         rows = rows.astype(np.float64)
         density = np.count_nonzero(rows) / max(rows.size, 1)
         if self._shift is None:
-            # Products are summed about a point near the mean: no cancellation. Sparse rows keep zero, to stay sparse.
-            self._shift = rows.mean(axis=0) if density >= _SPARSE_BELOW and len(rows) else np.zeros(self.num_features)
+            # Products are summed about a point near the mean: no cancellation. Sparse rows keep
+            # zero, to stay sparse.
+            self._shift = (
+                rows.mean(axis=0)
+                if density >= _SPARSE_BELOW and len(rows)
+                else np.zeros(self.num_features)
+            )
         self._sum += rows.sum(axis=0)
         self._square += np.einsum("nf,nf->f", rows, rows)
         if self._gram is None:
@@ -83,7 +100,9 @@ class MomentAccumulator:
             cov = torch.from_numpy(self._gram / self.num_rows - np.outer(offset, offset))
         else:
             factor = torch.from_numpy((np.concatenate(self._rows) - mean) / np.sqrt(len(self._ids)))
-        return FeatureMoments(torch.from_numpy(mean), torch.from_numpy(self._square / self.num_rows), cov, factor)
+        return FeatureMoments(
+            torch.from_numpy(mean), torch.from_numpy(self._square / self.num_rows), cov, factor
+        )
 
 
 _CHUNK_ROWS = 1 << 16
@@ -107,19 +126,26 @@ def degree_features(indptr: Array) -> Iterator[Array]:
 
 
 def hash_features(num_nodes: int, width: int) -> Iterator[Array]:
-    """Hashed identity: node i has the signs ±1/√width of its own hash, so that rows are nearly orthogonal."""
+    """Hashed identity: node i has the signs ±1/√width of its own hash, so that rows are nearly
+    orthogonal.
+    """
     words = -(-width // 64)
     for start in range(0, num_nodes, _CHUNK_ROWS):
         ids = torch.arange(start, min(start + _CHUNK_ROWS, num_nodes))
-        drawn = torch.stack([keyed.bits(keyed.stream(_SEED, "made-features", word), ids) for word in range(words)], dim=1)
+        drawn = torch.stack(
+            [keyed.bits(keyed.stream(_SEED, "made-features", word), ids) for word in range(words)],
+            dim=1,
+        )
         signs = (drawn.unsqueeze(-1) >> torch.arange(64)) & 1
         yield ((signs.view(len(ids), -1)[:, :width] * 2 - 1).to(torch.float32) / width**0.5).numpy()
 
 
 def laplacian_features(indptr: Array, indices: Array, width: int) -> Iterator[Array]:
-    """Leading eigenvectors of D^-1/2 A D^-1/2 (the smoothest of the normalised Laplacian), scaled to mean square 1.
+    """Leading eigenvectors of D^-1/2 A D^-1/2 (the smoothest of the normalised Laplacian), scaled
+    to mean square 1.
 
-    The start vector is keyed and each vector's largest entry is made positive, so that the result is reproducible.
+    The start vector is keyed and each vector's largest entry is made positive, so that the result
+    is reproducible.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.linalg import ArpackNoConvergence, eigsh
@@ -127,7 +153,8 @@ def laplacian_features(indptr: Array, indices: Array, width: int) -> Iterator[Ar
     n = len(indptr) - 1
     if width >= n:
         raise UserError(
-            f"data.made_features={width} Laplacian features need more than {width} nodes, but the graph has {n}. "
+            f"data.made_features={width} Laplacian features need more than {width} nodes, but "
+            f"the graph has {n}. "
             "Lower data.made_features, or use data.features=degree."
         )
     degree = np.diff(indptr)
@@ -138,7 +165,10 @@ def laplacian_features(indptr: Array, indices: Array, width: int) -> Iterator[Ar
     try:
         _, vectors = eigsh(adjacency, k=width, which="LA", v0=start)
     except ArpackNoConvergence as error:
-        raise UserError(f"Laplacian features did not converge ({error}). Lower data.made_features (now {width}), or use data.features=hash.") from None
+        raise UserError(
+            f"Laplacian features did not converge ({error}). Lower data.made_features (now "
+            f"{width}), or use data.features=hash."
+        ) from None
     vectors = vectors[:, ::-1]
     peak = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0)
     features = (vectors * np.where(peak < 0, -1.0, 1.0) * np.sqrt(n)).astype(np.float32)

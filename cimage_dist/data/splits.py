@@ -1,6 +1,7 @@
 """Which edges training may see.
 
-Which nodes and edges are learned from and which are kept back (§2.2, §2.3). Every draw is keyed by (seed, id).
+Which nodes and edges are learned from and which are kept back (§2.2, §2.3). Every draw is keyed by
+(seed, id).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
 
 def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology, LinkSplit | None]:
-    """The topology that message passing, positives and embeddings use, and the held-out edges when there are any.
+    """The topology that message passing, positives and embeddings use, and the held-out edges when
+    there are any.
 
-    With data.holdout_edges=link no validation or test edge is in that topology, in either direction (§2.3).
+    With data.holdout_edges=link no validation or test edge is in that topology, in either direction
+    (§2.3).
     """
     topology = graph.topology()
     if data.holdout_edges == "none":
@@ -35,13 +38,17 @@ def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology,
 def node_split(graph: Graph, data: DataConfig, seed: int) -> NodeSplit:
     """The node split that `data.split` asks for; unlabelled nodes are in no mask.
 
-    auto: the split that came with the data, else random. public: column `data.split_index` of the given ones.
-    random: `train_ratio` and `val_ratio` of the labelled nodes, the rest is the test set.
-    per_class: `labels_per_class` training nodes of each class, then `val_ratio` of the other labelled nodes, then test.
+    auto: the split that came with the data, else random. public: column `data.split_index` of the
+    given ones. random: `train_ratio` and `val_ratio` of the labelled nodes, the rest is the test
+    set. per_class: `labels_per_class` training nodes of each class, then `val_ratio` of the other
+    labelled nodes, then test.
     """
     y = graph.labels()
     if y is None or not bool((y >= 0).any()):
-        raise UserError(f"Graph {graph.name!r} has no labels, so nodes cannot be split for evaluation. Add a labels file, or leave node scores out.")
+        raise UserError(
+            f"Graph {graph.name!r} has no labels, so nodes cannot be split for evaluation. Add "
+            "a labels file, or leave node scores out."
+        )
     if data.split == "public" or (data.split == "auto" and graph.masks):
         return _given_split(graph, y, data.split_index)
     if data.split == "per_class":
@@ -53,7 +60,8 @@ def node_split(graph: Graph, data: DataConfig, seed: int) -> NodeSplit:
     num_train, num_val = round(data.train_ratio * len(nodes)), round(data.val_ratio * len(nodes))
     if num_train == 0 or num_val == 0 or num_train + num_val >= len(nodes):
         raise UserError(
-            f"Graph {graph.name!r} has {len(nodes)} labelled nodes, too few for a random split with "
+            f"Graph {graph.name!r} has {len(nodes)} labelled nodes, too few for a random split "
+            "with "
             f" data.train_ratio={data.train_ratio} and data.val_ratio={data.val_ratio}. "
             "Raise the ratios, or give splits with the data."
         )
@@ -62,24 +70,39 @@ def node_split(graph: Graph, data: DataConfig, seed: int) -> NodeSplit:
 
 
 def few_label_split(y: Tensor, per_class: int, seed: int) -> NodeSplit:
-    """`per_class` training nodes of each class, no validation nodes, all other labelled nodes for test."""
+    """`per_class` training nodes of each class, no validation nodes, all other labelled nodes for
+    test.
+    """
     train = _per_class(y, per_class, seed)
     return NodeSplit(train, torch.zeros_like(train), (y >= 0) & ~train)
 
 
 def _given_split(graph: Graph, y: Tensor, index: int) -> NodeSplit:
     if not graph.masks:
-        raise UserError(f"Graph {graph.name!r} comes without a split. Use data.split=random or data.split=per_class, or add a splits file.")
+        raise UserError(
+            f"Graph {graph.name!r} comes without a split. Use data.split=random or "
+            "data.split=per_class, or add a splits file."
+        )
     if index >= graph.num_splits:
-        raise UserError(f"data.split_index={index}, but graph {graph.name!r} has {graph.num_splits} given split(s), counted from 0.")
+        raise UserError(
+            f"data.split_index={index}, but graph {graph.name!r} has {graph.num_splits} given "
+            "split(s), counted from 0."
+        )
     given = {}
     for name in ("train", "val", "test"):
         mask = graph.masks.get(name)
-        column = torch.zeros(len(y), dtype=torch.bool) if mask is None else torch.tensor(mask if mask.ndim == 1 else mask[:, index])
+        column = (
+            torch.zeros(len(y), dtype=torch.bool)
+            if mask is None
+            else torch.tensor(mask if mask.ndim == 1 else mask[:, index])
+        )
         given[name] = column & (y >= 0)
     for a, b in (("train", "val"), ("train", "test"), ("val", "test")):
         if both := int((given[a] & given[b]).sum()):
-            raise UserError(f"The given splits of graph {graph.name!r} overlap: {both:,} nodes are in both {a} and {b}.")
+            raise UserError(
+                f"The given splits of graph {graph.name!r} overlap: {both:,} nodes are in both "
+                f"{a} and {b}."
+            )
     return NodeSplit(**given)
 
 
@@ -112,20 +135,26 @@ def _per_class(y: Tensor, per_class: int, seed: int) -> Tensor:
 
 
 def link_split(topology: Topology, data: DataConfig, seed: int) -> LinkSplit:
-    """Hold out `link_val_ratio` and `link_test_ratio` of the undirected edges and as many non-edges (§2.3: 85/5/10).
+    """Hold out `link_val_ratio` and `link_test_ratio` of the undirected edges and as many non-edges
+    (§2.3: 85/5/10).
 
-    An edge {u < v} is ranked by the hash of u·N + v; the smallest are the test edges, the next the validation edges.
-    Non-edges are pairs u < v without an edge in the whole graph, distinct within and across the two sets.
+    An edge {u < v} is ranked by the hash of u·N + v; the smallest are the test edges, the next the
+    validation edges. Non-edges are pairs u < v without an edge in the whole graph, distinct within
+    and across the two sets.
     """
     n = topology.num_nodes
     rows, columns = topology.rows(), topology.indices.to(torch.int64)
     upper = rows < columns
     pairs = rows[upper] * n + columns[upper]
-    num_val, num_test = round(data.link_val_ratio * len(pairs)), round(data.link_test_ratio * len(pairs))
+    num_val, num_test = (
+        round(data.link_val_ratio * len(pairs)),
+        round(data.link_test_ratio * len(pairs)),
+    )
     if num_val == 0 or num_test == 0 or num_val + num_test >= len(pairs):
         raise UserError(
             f"The graph has {len(pairs)} undirected edges, too few to hold out "
-            f"data.link_val_ratio={data.link_val_ratio} and data.link_test_ratio={data.link_test_ratio} of them."
+            f"data.link_val_ratio={data.link_val_ratio} and "
+            f"data.link_test_ratio={data.link_test_ratio} of them."
         )
     key = keyed.stream(seed, "link-split")
     order = keyed.bits(key, pairs).argsort()
@@ -136,7 +165,13 @@ def link_split(topology: Topology, data: DataConfig, seed: int) -> LinkSplit:
     indptr[1:] = torch.bincount(rows[keep], minlength=n).cumsum(0)
     train = Topology(indptr, topology.indices[keep])
     negatives = _non_edges(pairs, n, num_val + num_test, keyed.stream(seed, "link-negatives"))
-    return LinkSplit(train, _unpack(val, n), _unpack(negatives[:num_val], n), _unpack(test, n), _unpack(negatives[num_val:], n))
+    return LinkSplit(
+        train,
+        _unpack(val, n),
+        _unpack(negatives[:num_val], n),
+        _unpack(test, n),
+        _unpack(negatives[num_val:], n),
+    )
 
 
 def _contains(ordered: Tensor, values: Tensor) -> Tensor:
@@ -154,7 +189,8 @@ def _non_edges(pairs: Tensor, n: int, count: int, key: int) -> Tensor:
     free = n * (n - 1) // 2 - len(pairs)
     if free < count:
         raise UserError(
-            f"Link prediction needs {count:,} non-edges, but the graph is so dense that it has only {free:,}. "
+            f"Link prediction needs {count:,} non-edges, but the graph is so dense that it has "
+            f"only {free:,}. "
             "Lower data.link_val_ratio and data.link_test_ratio."
         )
     if free < 2 * count:

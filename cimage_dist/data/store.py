@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from cimage_dist.data.build import csc_in_memory
-from cimage_dist.data.checks import Array, check_features, check_rows, clean_labels, clean_masks, normalize_rows
+from cimage_dist.data.checks import (
+    Array,
+    check_features,
+    check_rows,
+    clean_labels,
+    clean_masks,
+    normalize_rows,
+)
 from cimage_dist.data.moments import MomentAccumulator
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
@@ -31,13 +38,20 @@ if TYPE_CHECKING:
 FORMAT = "cimage-graph"
 FORMAT_VERSION = 1
 MASKS = ("train", "val", "test")
-MOMENT_FILES = ("feature_mean.npy", "feature_sqmean.npy", "feature_cov.npy", "feature_cov_factor.npy")
+MOMENT_FILES = (
+    "feature_mean.npy",
+    "feature_sqmean.npy",
+    "feature_cov.npy",
+    "feature_cov_factor.npy",
+)
 _AUTO_VERIFY_BYTES = 1 << 30
 _ROWS = 1 << 22  # values per chunk when features are read once through
 
 
 def _shared(array: Array) -> Tensor:
-    """A tensor on the same memory. Nobody writes to it, so torch's warning about read-only arrays is beside the point."""
+    """A tensor on the same memory. Nobody writes to it, so torch's warning about read-only arrays
+    is beside the point.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(array)
@@ -46,8 +60,9 @@ def _shared(array: Array) -> Tensor:
 class Graph:
     """A symmetric simple graph with node features and, when known, labels and split masks.
 
-    indptr int64 [N+1], indices int32 (int64 from 2³¹ nodes) [E], x float32 or float16 [N, F], y int64 [N] (-1: unlabelled) or None,
-    masks {"train", "val", "test"} bool [N] or [N, S] for S given splits.
+    indptr int64 [N+1], indices int32 (int64 from 2³¹ nodes) [E], x float32 or float16 [N, F], y
+    int64 [N] (-1: unlabelled) or None, masks {"train", "val", "test"} bool [N] or [N, S] for S
+    given splits.
     """
 
     def __init__(
@@ -92,7 +107,9 @@ class Graph:
         return Topology(_shared(self.indptr), _shared(self.indices))
 
     def features(self) -> Tensor:
-        """float32 [N, F]; on the mapped memory when stored so, else a converted copy (use `x` rows for graphs larger than memory)."""
+        """float32 [N, F]; on the mapped memory when stored so, else a converted copy (use `x` rows
+        for graphs larger than memory).
+        """
         return self.stored_features().to(torch.float32)
 
     def stored_features(self) -> Tensor:
@@ -143,32 +160,67 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the content (structure, features, labels, masks); where the store lies plays no part."""
+        """16 hex digits of the content (structure, features, labels, masks); where the store lies
+        plays no part.
+        """
         files = self.manifest.get("files")
         if files is not None:
             return fingerprint_of(files)
-        arrays = {"indptr": self.indptr, "indices": self.indices, "x": self.x, "y": self.y, **{f"mask_{k}": v for k, v in self.masks.items()}}
-        return _digest({k: hashlib.blake2b(np.ascontiguousarray(v).data, digest_size=16).hexdigest() for k, v in arrays.items() if v is not None})
+        arrays = {
+            "indptr": self.indptr,
+            "indices": self.indices,
+            "x": self.x,
+            "y": self.y,
+            **{f"mask_{k}": v for k, v in self.masks.items()},
+        }
+        return _digest(
+            {
+                k: hashlib.blake2b(np.ascontiguousarray(v).data, digest_size=16).hexdigest()
+                for k, v in arrays.items()
+                if v is not None
+            }
+        )
 
     @staticmethod
     def open(path: str | Path, verify: Literal["auto", "always", "never"] = "auto") -> Graph:
-        """Map a store. verify: "always" compares checksums, "never" sizes only, "auto" checksums up to 1 GiB."""
+        """Map a store. verify: "always" compares checksums, "never" sizes only, "auto" checksums up
+        to 1 GiB.
+        """
         path = Path(path)
         manifest = read_manifest(path)
         files = manifest["files"]
         if damage := artifacts.damaged_file(path, files, should_verify(files, verify)):
             raise UserError(f"Graph store {path} is damaged: {damage}. {_rebuild(path)}")
         y = _load(path / "y.npy") if "y.npy" in files else None
-        masks = {name: _load(path / f"mask_{name}.npy") for name in MASKS if f"mask_{name}.npy" in files}
-        graph = Graph(manifest["name"], _load(path / "indptr.npy"), _load(path / "indices.npy"), _load(path / "x.npy"), y, masks, manifest, path)
+        masks = {
+            name: _load(path / f"mask_{name}.npy") for name in MASKS if f"mask_{name}.npy" in files
+        }
+        graph = Graph(
+            manifest["name"],
+            _load(path / "indptr.npy"),
+            _load(path / "indices.npy"),
+            _load(path / "x.npy"),
+            y,
+            masks,
+            manifest,
+            path,
+        )
         counts = manifest["counts"]
-        if (graph.num_nodes, graph.num_edges, graph.x.shape) != (counts["nodes"], counts["edges"], (counts["nodes"], counts["features"])):
-            raise UserError(f"Graph store {path} is damaged: its arrays do not have the sizes its manifest states. {_rebuild(path)}")
+        if (graph.num_nodes, graph.num_edges, graph.x.shape) != (
+            counts["nodes"],
+            counts["edges"],
+            (counts["nodes"], counts["features"]),
+        ):
+            raise UserError(
+                f"Graph store {path} is damaged: its arrays do not have the sizes its manifest "
+                f"states. {_rebuild(path)}"
+            )
         return graph
 
     @staticmethod
     def from_data(data: Data, name: str = "data", normalize: str = "unit") -> Graph:
-        """A graph in memory from a PyG `Data`: symmetrised, coalesced, without self-loops, checked like any source.
+        """A graph in memory from a PyG `Data`: symmetrised, coalesced, without self-loops, checked
+        like any source.
 
         `normalize` is data.normalize of the config; `source` keeps the rows as they are.
         """
@@ -177,7 +229,10 @@ class Graph:
             raise UserError(f"{where} has no edge_index; give a [2, E] tensor of node ids.")
         num_nodes = int(data.num_nodes or 0)
         if num_nodes == 0 or data.edge_index.shape[1] == 0:
-            raise UserError(f"{where}: the graph is empty ({num_nodes:,} nodes, {data.edge_index.shape[1]:,} edges).")
+            raise UserError(
+                f"{where}: the graph is empty ({num_nodes:,} nodes, "
+                f"{data.edge_index.shape[1]:,} edges)."
+            )
         if data.x is None:
             raise UserError(
                 f"{where} has no features. Set data.x to a [{num_nodes}, F] tensor, "
@@ -194,9 +249,15 @@ class Graph:
         x = np.ascontiguousarray(given.to(torch.float32).numpy())
         check_features(x, x, 0, f"features of {where}")
         x = normalize_rows(x, normalize)
-        y = None if data.y is None else clean_labels(data.y.detach().cpu().numpy(), num_nodes, where)
+        y = (
+            None
+            if data.y is None
+            else clean_labels(data.y.detach().cpu().numpy(), num_nodes, where)
+        )
         given_masks = {name: getattr(data, f"{name}_mask", None) for name in MASKS}
-        masks = clean_masks({k: v.cpu().numpy() for k, v in given_masks.items() if v is not None}, num_nodes, where)
+        masks = clean_masks(
+            {k: v.cpu().numpy() for k, v in given_masks.items() if v is not None}, num_nodes, where
+        )
         return Graph(name, indptr, indices, x, y, masks, {"name": name, "statistics": statistics})
 
     def to_data(self) -> Data:
@@ -204,7 +265,12 @@ class Graph:
         from torch_geometric.data import Data
 
         edges = self.topology().edge_list()
-        data = Data(x=self.features(), edge_index=torch.stack([edges.src, edges.dst]), y=self.labels(), num_nodes=self.num_nodes)
+        data = Data(
+            x=self.features(),
+            edge_index=torch.stack([edges.src, edges.dst]),
+            y=self.labels(),
+            num_nodes=self.num_nodes,
+        )
         for name, mask in self.masks.items():
             data[f"{name}_mask"] = _shared(mask)
         return data
@@ -213,14 +279,25 @@ class Graph:
         # Another process maps the files itself instead of receiving a copy of them.
         if self.path is not None:
             return Graph.open, (self.path.resolve(), "never")
-        return Graph, (self.name, self.indptr, self.indices, self.x, self.y, self.masks, self.manifest)
+        return Graph, (
+            self.name,
+            self.indptr,
+            self.indices,
+            self.x,
+            self.y,
+            self.masks,
+            self.manifest,
+        )
 
     def __repr__(self) -> str:
         labels = f"{self.num_classes} classes" if self.y is not None else "no labels"
-        splits = f", {self.num_splits} given split{'s' * (self.num_splits > 1)}" if self.masks else ""
+        splits = (
+            f", {self.num_splits} given split{'s' * (self.num_splits > 1)}" if self.masks else ""
+        )
         where = f" at {self.path}" if self.path else " in memory"
         return (
-            f"Graph({self.name!r}: {self.num_nodes:,} nodes, {self.num_edges // 2:,} undirected edges, "
+            f"Graph({self.name!r}: {self.num_nodes:,} nodes, {self.num_edges // 2:,} undirected "
+            "edges, "
             f"{self.num_features:,} features {self.x.dtype}, {labels}{splits}{where})"
         )
 
@@ -231,13 +308,17 @@ def count_classes(y: Array | None) -> int:
 
 def should_verify(files: Mapping[str, Mapping[str, Any]], verify: str) -> bool:
     """Whether checksums are compared, beside sizes."""
-    return verify == "always" or (verify == "auto" and sum(facts["bytes"] for facts in files.values()) <= _AUTO_VERIFY_BYTES)
+    return verify == "always" or (
+        verify == "auto" and sum(facts["bytes"] for facts in files.values()) <= _AUTO_VERIFY_BYTES
+    )
 
 
 def fingerprint_of(files: Mapping[str, Mapping[str, Any]]) -> str:
     """The fingerprint of a store by the `files` of its manifest."""
     # Moments follow from the features, up to rounding that may differ between machines.
-    return _digest({name: facts["blake2b"] for name, facts in files.items() if name not in MOMENT_FILES})
+    return _digest(
+        {name: facts["blake2b"] for name, facts in files.items() if name not in MOMENT_FILES}
+    )
 
 
 def _digest(content: dict[str, str]) -> str:
@@ -249,7 +330,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not (path / artifacts.MANIFEST).is_file():
         raise UserError(
             f"{path} is not a graph store: it has no {artifacts.MANIFEST}. "
-            "Give a registered name, a store made by `cimage ingest`, or a folder with edges.* files."
+            "Give a registered name, a store made by `cimage ingest`, or a folder with edges.* "
+            "files."
         )
     manifest = artifacts.read_json(path / artifacts.MANIFEST, "Manifest of the graph store")
     return check_manifest(manifest, str(path), _rebuild(path))
@@ -258,20 +340,32 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def check_manifest(manifest: Any, store: str, advice: str) -> dict[str, Any]:
     """The manifest itself where it is that of a graph store this program can read."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f"{store}/{artifacts.MANIFEST} is not the manifest of a graph store. {advice}")
+        raise UserError(
+            f"{store}/{artifacts.MANIFEST} is not the manifest of a graph store. {advice}"
+        )
     if manifest.get("version") != FORMAT_VERSION:
-        raise UserError(f"Graph store {store} has format version {manifest.get('version')}, this program reads version {FORMAT_VERSION}. {advice}")
+        raise UserError(
+            f"Graph store {store} has format version {manifest.get('version')}, this program "
+            f"reads version {FORMAT_VERSION}. {advice}"
+        )
     if missing := [key for key in ("name", "counts", "files") if key not in manifest]:
-        raise UserError(f"{store}/{artifacts.MANIFEST} is damaged: it lacks {', '.join(missing)}. {advice}")
+        raise UserError(
+            f"{store}/{artifacts.MANIFEST} is damaged: it lacks {', '.join(missing)}. {advice}"
+        )
     return manifest
 
 
 def _rebuild(path: Path) -> str:
-    return f"Run `cimage ingest` with the same data settings to make it again, or delete the folder {path}: it is rebuilt on next use."
+    return (
+        "Run `cimage ingest` with the same data settings to make it again, or delete the "
+        f"folder {path}: it is rebuilt on next use."
+    )
 
 
 def _load(path: Path, mapped: bool = True) -> Array:
     try:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"Graph store file {path} cannot be read ({error}). {_rebuild(path.parent)}") from None
+        raise UserError(
+            f"Graph store file {path} cannot be read ({error}). {_rebuild(path.parent)}"
+        ) from None

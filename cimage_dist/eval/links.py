@@ -25,19 +25,28 @@ PairScore = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def link_scores(score: PairScore, pos: Tensor, neg: Tensor, chunk: int = 262_144) -> dict[str, float]:
-    """Area under the ROC curve and average precision, in percent, of edges `pos` against non-edges `neg` (§9.5).
+def link_scores(
+    score: PairScore, pos: Tensor, neg: Tensor, chunk: int = 262_144
+) -> dict[str, float]:
+    """Area under the ROC curve and average precision, in percent, of edges `pos` against non-edges
+    `neg` (§9.5).
 
     `score` maps int64 pairs [n, 2] to n logits, higher for likelier edges; pos, neg int64 [n, 2].
     """
     from sklearn.metrics import average_precision_score, roc_auc_score
 
     if pos.shape[0] == 0 or neg.shape[0] == 0:
-        raise UserError(f"link scores need edges and non-edges; got {pos.shape[0]} and {neg.shape[0]}. Hold out a larger share of the edges.")
-    logits = torch.cat([score(part).reshape(-1).float() for pairs in (pos, neg) for part in pairs.split(chunk)]).cpu()
+        raise UserError(
+            f"link scores need edges and non-edges; got {pos.shape[0]} and {neg.shape[0]}. Hold "
+            "out a larger share of the edges."
+        )
+    logits = torch.cat(
+        [score(part).reshape(-1).float() for pairs in (pos, neg) for part in pairs.split(chunk)]
+    ).cpu()
     if not bool(logits.isfinite().all()):
         raise UserError(
-            f"link scores: {int((~logits.isfinite()).sum())} of {logits.numel()} pair scores are NaN or infinite. The model or the embeddings diverged."
+            f"link scores: {int((~logits.isfinite()).sum())} of {logits.numel()} pair scores "
+            "are NaN or infinite. The model or the embeddings diverged."
         )
     truth = torch.cat([torch.ones(pos.shape[0]), torch.zeros(neg.shape[0])])
     return {
@@ -60,7 +69,9 @@ def row_scores(z: Tensor) -> dict[str, PairScore]:
 
 def pick_score(scores: Mapping[str, PairScore], links: LinkSplit) -> tuple[str, dict[str, float]]:
     """(name, validation AUC and AP) of the score that ranks the validation edges best."""
-    found = {name: link_scores(score, links.val_pos, links.val_neg) for name, score in scores.items()}
+    found = {
+        name: link_scores(score, links.val_pos, links.val_neg) for name, score in scores.items()
+    }
     name = max(found, key=lambda name: found[name]["auc"])
     return name, found[name]
 
@@ -76,7 +87,9 @@ def dot_score(z: Tensor) -> PairScore:
 
 
 def model_scores(model: CimageModel, z: Tensor) -> dict[str, PairScore]:
-    """Scores of pairs by the embedding z [N, D], and by the trained edge decoder where there is one."""
+    """Scores of pairs by the embedding z [N, D], and by the trained edge decoder where there is
+    one.
+    """
     decoder = model.structure
     if decoder is None:
         return row_scores(z)
@@ -99,14 +112,19 @@ def why_unvalidated(cfg: Config, graph: Graph) -> str | None:
     labels = graph.labels()
     if cfg.data.holdout_edges != "none" or (labels is not None and bool((labels >= 0).any())):
         return None
-    return f"graph {graph.name} has no labels and no held-out edges: no validation score, the last step is the result"
+    return (
+        f"graph {graph.name} has no labels and no held-out edges: no validation score, the "
+        "last step is the result"
+    )
 
 
-def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSplit | None) -> Callable[[CimageModel], dict[str, float]] | None:
+def make_validator(
+    cfg: Config, graph: Graph, topology: Topology, links: LinkSplit | None
+) -> Callable[[CimageModel], dict[str, float]] | None:
     """A function model -> {"score": ..., ...} in percent, or None when validation is off.
 
-    By link AUC when edges were held out (or train.validate_by=link), else by accuracy over the draws
-    from training and validation nodes (`eval/pool.py`).
+    By link AUC when edges were held out (or train.validate_by=link), else by accuracy over the
+    draws from training and validation nodes (`eval/pool.py`).
     """
     if cfg.train.validate_every == 0:
         return None
@@ -116,7 +134,10 @@ def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSpl
     x = compact(graph.features())
     if by == "link":
         if links is None:
-            raise UserError("train.validate_by is 'link', but no edges are held out. Set data.holdout_edges=link.")
+            raise UserError(
+                "train.validate_by is 'link', but no edges are held out. Set "
+                "data.holdout_edges=link."
+            )
 
         def validate_links(model: CimageModel) -> dict[str, float]:
             z = embed_graph(model.encoder, x, topology)
@@ -127,13 +148,16 @@ def make_validator(cfg: Config, graph: Graph, topology: Topology, links: LinkSpl
     labels = graph.labels()
     if labels is None:
         raise UserError(
-            f"Graph {graph.name!r} has no labels to validate on. Set train.validate_every=0 and train.select=last, or hold out edges with data.holdout_edges=link."
+            f"Graph {graph.name!r} has no labels to validate on. Set train.validate_every=0 and "
+            "train.select=last, or hold out edges with data.holdout_edges=link."
         )
     pool = make_pool(labels, node_split(graph, cfg.data, cfg.run.seed))
     if pool is None:
         raise UserError(
-            f"The node split of graph {graph.name!r} has too few labelled training and validation nodes to validate on "
-            "(at least two of one class). Set train.validate_every=0 and train.select=last, or another data.split."
+            f"The node split of graph {graph.name!r} has too few labelled training and "
+            "validation nodes to validate on "
+            "(at least two of one class). Set train.validate_every=0 and train.select=last, or "
+            "another data.split."
         )
 
     def validate_nodes(model: CimageModel) -> dict[str, float]:

@@ -32,8 +32,8 @@ class ProbeResult:
     """Accuracies in percent, None where the mask has no labelled node or test labels were not read.
 
     `epoch` (from 1) is the choice of eval.probe=epochs, `strength` (C) that of eval.probe=logistic;
-    the other is None. `pool`: the score by which C was chosen, where there are validation nodes. `pred` int64 [N]: the predicted class of every node, None unless test labels
-    were read.
+    the other is None. `pool`: the score by which C was chosen, where there are validation nodes.
+    `pred` int64 [N]: the predicted class of every node, None unless test labels were read.
     """
 
     val: float | None
@@ -73,7 +73,10 @@ def linear_probe(
         z = z.detach()
     train, val = _labelled(split.train, y), _labelled(split.val, y)
     if train.numel() == 0:
-        raise UserError(f"linear probe: none of the {int(split.train.sum())} training nodes has a label. Give a split whose training nodes are labelled.")
+        raise UserError(
+            f"linear probe: none of the {int(split.train.sum())} training nodes has a label. "
+            "Give a split whose training nodes are labelled."
+        )
     if num_classes is None:
         num_classes = 1 + max(int(y[ids].max()) for ids in (train, val) if ids.numel())
     if cfg.probe == "logistic":
@@ -188,18 +191,28 @@ def _epochs(
     return ProbeResult(accuracy, None, epoch, None), weight, bias
 
 
-def _fit(x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, num_classes: int, cfg: EvalConfig, seed: int) -> tuple[int, int, Tensor, Tensor]:
+def _fit(
+    x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, num_classes: int, cfg: EvalConfig, seed: int
+) -> tuple[int, int, Tensor, Tensor]:
     """(best epoch, validation hits there, W [M, D], b [M])."""
     dim = x.shape[1]
     bound = math.sqrt(6.0 / (dim + num_classes))
-    draws = keyed.uniform(keyed.stream(seed, "probe", 0), torch.arange(num_classes * dim, device=x.device)).view(num_classes, dim)
+    draws = keyed.uniform(
+        keyed.stream(seed, "probe", 0), torch.arange(num_classes * dim, device=x.device)
+    ).view(num_classes, dim)
     weight = ((2.0 * draws - 1.0) * bound).to(x.dtype).requires_grad_()
     bias = x.new_zeros(num_classes).requires_grad_()
-    optimizer = torch.optim.Adam([weight, bias], lr=cfg.probe_lr_max, weight_decay=cfg.probe_weight_decay)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=_T_0, T_mult=_T_MULT, eta_min=cfg.probe_lr_min)
+    optimizer = torch.optim.Adam(
+        [weight, bias], lr=cfg.probe_lr_max, weight_decay=cfg.probe_weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        optimizer, T_0=_T_0, T_mult=_T_MULT, eta_min=cfg.probe_lr_min
+    )
     best_epoch, best_hits, best = cfg.probe_epochs, -1, (weight, bias)
     for epoch in range(1, cfg.probe_epochs + 1):
-        for bids in _batches(x.shape[0], cfg.probe_batch, keyed.stream(seed, "probe", epoch), x.device):
+        for bids in _batches(
+            x.shape[0], cfg.probe_batch, keyed.stream(seed, "probe", epoch), x.device
+        ):
             x_batch, y_batch = (x, y) if bids is None else (x[bids], y[bids])
             optimizer.zero_grad()
             F.cross_entropy(F.linear(x_batch, weight, bias), y_batch).backward()
@@ -209,12 +222,18 @@ def _fit(x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, num_classes: int, c
             with torch.no_grad():
                 hits = int((F.linear(x_val, weight, bias).argmax(1) == y_val).sum())
             if hits > best_hits:
-                best_epoch, best_hits, best = epoch, hits, (weight.detach().clone(), bias.detach().clone())
+                best_epoch, best_hits, best = (
+                    epoch,
+                    hits,
+                    (weight.detach().clone(), bias.detach().clone()),
+                )
     return best_epoch, best_hits, best[0].detach(), best[1].detach()
 
 
 def _batches(num_rows: int, size: int, key: int, device: torch.device) -> list[Tensor | None]:
-    """Row positions of each batch of one epoch; a single None stands for all rows in their own order."""
+    """Row positions of each batch of one epoch; a single None stands for all rows in their own
+    order.
+    """
     if num_rows <= size:
         return [None]
     return list(keyed.bits(key, torch.arange(num_rows, device=device)).argsort().split(size))
@@ -232,7 +251,9 @@ def _rows(z: Tensor, gids: Tensor) -> Tensor:
 
 def _check(z: Tensor | Rows, y: Tensor, split: NodeSplit) -> None:
     if len(z.shape) != 2:
-        raise UserError(f"linear probe: embeddings must be a matrix [nodes, width]; got shape {list(z.shape)}.")
+        raise UserError(
+            f"linear probe: embeddings must be a matrix [nodes, width]; got shape {list(z.shape)}."
+        )
     sizes = {
         "labels": y,
         "training mask": split.train,
@@ -241,7 +262,10 @@ def _check(z: Tensor | Rows, y: Tensor, split: NodeSplit) -> None:
     }
     for name, entries in sizes.items():
         if entries.numel() != z.shape[0]:
-            raise UserError(f"linear probe: {name}: {entries.numel()} entries for {z.shape[0]} embedding rows. Row i must belong to node i in both.")
+            raise UserError(
+                f"linear probe: {name}: {entries.numel()} entries for {z.shape[0]} embedding "
+                "rows. Row i must belong to node i in both."
+            )
 
 
 MOST_DRAWS, _FEWEST_DRAWS = 10, 3

@@ -29,7 +29,9 @@ def value_at(result: dict[str, Any], path: str) -> float | None:
 
 @dataclass(frozen=True)
 class Paired:
-    """Difference of two rows over the seeds both have: mean, standard error, two-sided p of the paired t-test (None below 3 seeds)."""
+    """Difference of two rows over the seeds both have: mean, standard error, two-sided p of the
+    paired t-test (None below 3 seeds).
+    """
 
     seeds: int
     mean: float
@@ -45,14 +47,21 @@ class Paired:
         return self.mean - half, self.mean + half
 
 
-def paired(ours: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], path: str) -> Paired | None:
+def paired(
+    ours: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], path: str
+) -> Paired | None:
     from scipy.stats import ttest_rel
 
     left, right = ({r["seed"]: value_at(r, path) for r in rows} for rows in (ours, other))
-    both = sorted(s for s in left.keys() & right.keys() if left[s] is not None and right[s] is not None)
+    both = sorted(
+        s for s in left.keys() & right.keys() if left[s] is not None and right[s] is not None
+    )
     if len(both) < 2:
         return None
-    a, b = np.array([left[s] for s in both], dtype=float), np.array([right[s] for s in both], dtype=float)
+    a, b = (
+        np.array([left[s] for s in both], dtype=float),
+        np.array([right[s] for s in both], dtype=float),
+    )
     gap = a - b
     error = float(gap.std(ddof=1) / np.sqrt(len(gap)))
     p = None

@@ -1,7 +1,10 @@
-"""Files on disk: write to a temporary name, then commit by rename; manifests with checksums; the run directory's paths.
+"""Files on disk: write to a temporary name, then commit by rename; manifests with checksums; the
+run directory's paths.
 
-Nothing here ever leaves a half-written file under its final name. A killed writer leaves only names starting with
-`.tmp-`, which readers ignore; a later writer that knows itself to be alone removes them (`remove_leftovers`).
+Nothing here ever leaves a half-written file under its final name. A killed writer leaves only names
+starting with
+`.tmp-`, which readers ignore; a later writer that knows itself to be alone removes them
+(`remove_leftovers`).
 """
 
 from __future__ import annotations
@@ -63,12 +66,15 @@ def read_json(path: Path, what: str) -> Any:
     except FileNotFoundError:
         raise UserError(f"{what} not found: {path} does not exist.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} is damaged: {path} is not valid JSON ({error}). Remove it and make it again.") from None
+        raise UserError(
+            f"{what} is damaged: {path} is not valid JSON ({error}). Remove it and make it again."
+        ) from None
 
 
 @contextmanager
 def committed_dir(final: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `final`; on success rename it into place, on failure remove it.
+    """Yield a temporary directory beside `final`; on success rename it into place, on failure
+    remove it.
 
     An existing `final` is replaced only after the new one is complete.
     """
@@ -85,7 +91,9 @@ def committed_dir(final: Path) -> Iterator[Path]:
 
 
 def replace_dir(ready: Path, final: Path) -> None:
-    """Rename a complete directory into place; an existing one goes afterwards. Both on one file system."""
+    """Rename a complete directory into place; an existing one goes afterwards. Both on one file
+    system.
+    """
     _fsync(ready)
     if final.exists():
         old = final.parent / f"{TMP_PREFIX}old-{final.name}-{uuid4().hex[:8]}"
@@ -118,11 +126,15 @@ def remove_dir(path: Path) -> None:
 
 
 def remove_leftovers(parent: Path, name: str) -> None:
-    """Remove what killed writers of `parent/name` left behind. Call only while holding the writer's lock."""
+    """Remove what killed writers of `parent/name` left behind. Call only while holding the writer's
+    lock.
+    """
     if parent.is_dir():
         for path in parent.iterdir():
             if path.name.startswith((f"{TMP_PREFIX}{name}-", f"{TMP_PREFIX}old-{name}-")):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                    missing_ok=True
+                )
 
 
 def checksum(path: Path) -> str:
@@ -136,10 +148,15 @@ def checksum(path: Path) -> str:
 
 def describe_files(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The manifest's `files` entry: size and checksum of each file."""
-    return {name: {"bytes": (directory / name).stat().st_size, "blake2b": checksum(directory / name)} for name in names}
+    return {
+        name: {"bytes": (directory / name).stat().st_size, "blake2b": checksum(directory / name)}
+        for name in names
+    }
 
 
-def damaged_file(directory: Path, files: dict[str, dict[str, Any]], verify_content: bool = True) -> str | None:
+def damaged_file(
+    directory: Path, files: dict[str, dict[str, Any]], verify_content: bool = True
+) -> str | None:
     """Why the directory cannot be trusted (naming the first bad file), or None when all is well."""
     for name, facts in files.items():
         path = directory / name
@@ -147,14 +164,21 @@ def damaged_file(directory: Path, files: dict[str, dict[str, Any]], verify_conte
             return f"{path} is missing"
         size = path.stat().st_size
         if size != facts["bytes"]:
-            return f"{path} has {size:,} bytes, its manifest says {facts['bytes']:,} (truncated or overwritten)"
+            return (
+                f"{path} has {size:,} bytes, its manifest says {facts['bytes']:,} "
+                "(truncated or overwritten)"
+            )
         if verify_content and checksum(path) != facts["blake2b"]:
-            return f"{path} has the right size but its checksum differs from the manifest (corrupted)"
+            return (
+                f"{path} has the right size but its checksum differs from the manifest (corrupted)"
+            )
     return None
 
 
 def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
-    """A failure is an OSError like that of any other file: the writer, which is not Python, tells the system's number in its text only."""
+    """A failure is an OSError like that of any other file: the writer, which is not Python, tells
+    the system's number in its text only.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -162,7 +186,11 @@ def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
         save_file(tensors, path)
     except SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else OSError(f"cannot write {path}: {error}") from error
+        raise (
+            OSError(int(code[1]), os.strerror(int(code[1])), str(path))
+            if code
+            else OSError(f"cannot write {path}: {error}")
+        ) from error
 
 
 def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
@@ -176,7 +204,9 @@ def read_tensors(folder: Path) -> dict[str, Any] | None:
     """What `write_tensors` wrote; None where it is absent or damaged."""
     from safetensors.torch import load_file
 
-    if not (folder / MANIFEST).is_file() or damaged_file(folder, read_json(folder / MANIFEST, "the manifest")["files"]):
+    if not (folder / MANIFEST).is_file() or damaged_file(
+        folder, read_json(folder / MANIFEST, "the manifest")["files"]
+    ):
         return None
     return load_file(folder / "tensors.safetensors")
 

@@ -1,7 +1,9 @@
-"""Checkpoints: `ckpt/step-000400/{state.safetensors,state.json}`, then `ckpt/LATEST` (and `ckpt/BEST`).
+"""Checkpoints: `ckpt/step-000400/{state.safetensors,state.json}`, then `ckpt/LATEST` (and
+`ckpt/BEST`).
 
-A checkpoint becomes visible only by the rename of its complete directory; the pointer files are a convenience. Loading
-verifies checksums and falls back to the newest checkpoint that is whole. Nothing is ever unpickled.
+A checkpoint becomes visible only by the rename of its complete directory; the pointer files are a
+convenience. Loading verifies checksums and falls back to the newest checkpoint that is whole.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -39,8 +41,16 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
     """Write one checkpoint atomically and point LATEST at it."""
     final = folder / _name(step)
     with artifacts.committed_dir(final) as tmp:
-        artifacts.write_safetensors(tmp / TENSORS, {name: value.detach().cpu().contiguous() for name, value in tensors.items()})
-        body = {"format": FORMAT, "step": step, "files": artifacts.describe_files(tmp, [TENSORS]), "meta": meta}
+        artifacts.write_safetensors(
+            tmp / TENSORS,
+            {name: value.detach().cpu().contiguous() for name, value in tensors.items()},
+        )
+        body = {
+            "format": FORMAT,
+            "step": step,
+            "files": artifacts.describe_files(tmp, [TENSORS]),
+            "meta": meta,
+        }
         artifacts.write_json(tmp / META, body)
     point(folder, "LATEST", step)
     return final
@@ -54,8 +64,12 @@ def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints present, ascending, valid or not."""
     if not folder.is_dir():
         return []
-    names = (path.name for path in folder.iterdir() if path.is_dir() and path.name.startswith("step-"))
-    return sorted(int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit())
+    names = (
+        path.name for path in folder.iterdir() if path.is_dir() and path.name.startswith("step-")
+    )
+    return sorted(
+        int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()
+    )
 
 
 def why_invalid(path: Path) -> str | None:
@@ -75,7 +89,9 @@ def load(path: Path) -> Checkpoint:
 
     reason = why_invalid(path)
     if reason:
-        raise UserError(f"Checkpoint is damaged: {reason}. Delete {path} to go on from an earlier one.")
+        raise UserError(
+            f"Checkpoint is damaged: {reason}. Delete {path} to go on from an earlier one."
+        )
     body = json.loads((path / META).read_text())
     return Checkpoint(path, body["step"], load_file(path / TENSORS), body["meta"])
 
@@ -97,7 +113,9 @@ def load_selected(folder: Path, select: str) -> Checkpoint:
         return load(folder / (folder / "BEST").read_text().strip())
     found = load_latest(folder)
     if found is None:
-        raise UserError(f"No usable checkpoint in {folder}. Run `cimage pretrain` with the same config first.")
+        raise UserError(
+            f"No usable checkpoint in {folder}. Run `cimage pretrain` with the same config first."
+        )
     return found
 
 
@@ -111,14 +129,22 @@ def prune(folder: Path, keep: int) -> None:
         artifacts.remove_leftovers(folder, name)
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def pack_optimizer(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """(tensors named `optim.<parameter index>.<name>`, parameter groups as plain values)."""
     state = optimizer.state_dict()
-    tensors = {f"optim.{index}.{name}": value for index, slots in state["state"].items() for name, value in slots.items()}
+    tensors = {
+        f"optim.{index}.{name}": value
+        for index, slots in state["state"].items()
+        for name, value in slots.items()
+    }
     return tensors, state["param_groups"]
 
 
-def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
+def unpack_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
+) -> None:
     slots: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith("optim."):
@@ -132,14 +158,21 @@ def pack_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+    return {
+        name.removeprefix("model."): value
+        for name, value in tensors.items()
+        if name.startswith("model.")
+    }
 
 
 def unpack_model(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
     try:
         model.load_state_dict(model_weights(tensors))
     except RuntimeError as error:
-        raise UserError(f"Checkpoint {where} does not fit this config and graph: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(
+            f"Checkpoint {where} does not fit this config and graph: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 def pack_record(name: str, record: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -15,15 +15,41 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("cimage-dist", "torch", "torch-geometric", "ray", "numpy", "scikit-learn", "omegaconf", "safetensors", "pyarrow")
+PACKAGES = (
+    "cimage-dist",
+    "torch",
+    "torch-geometric",
+    "ray",
+    "numpy",
+    "scikit-learn",
+    "omegaconf",
+    "safetensors",
+    "pyarrow",
+)
 # name -> (module, what it is for, how to get it)
 OPTIONAL = {
-    "pyg-lib": ("pyg_lib", "fast neighbour sampling on CPU and CUDA", "install the pyg-lib wheel that matches your torch"),
-    "torch-sparse": ("torch_sparse", "alternative neighbour sampling", "pip install 'cimage-dist[sparse]' (compiles for minutes)"),
-    "ogb": ("ogb", "download of ogbn-* datasets and their evaluators", "pip install 'cimage-dist[ogb]'"),
+    "pyg-lib": (
+        "pyg_lib",
+        "fast neighbour sampling on CPU and CUDA",
+        "install the pyg-lib wheel that matches your torch",
+    ),
+    "torch-sparse": (
+        "torch_sparse",
+        "alternative neighbour sampling",
+        "pip install 'cimage-dist[sparse]' (compiles for minutes)",
+    ),
+    "ogb": (
+        "ogb",
+        "download of ogbn-* datasets and their evaluators",
+        "pip install 'cimage-dist[ogb]'",
+    ),
     "optuna": ("optuna", "Bayesian search in sweeps", "pip install 'cimage-dist[tune]'"),
     "numba": ("numba", "compiled sampling and routing loops on a CPU", "pip install numba"),
-    "triton": ("triton", "fused routing on a GPU", "comes with CUDA builds of torch; pip install 'cimage-dist[gpu]'"),
+    "triton": (
+        "triton",
+        "fused routing on a GPU",
+        "comes with CUDA builds of torch; pip install 'cimage-dist[gpu]'",
+    ),
 }
 
 
@@ -31,10 +57,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed blocks for the next step instead of handing them back to the system.
+    """Let the C library keep freed blocks for the next step instead of handing them back to the
+    system.
 
-    By default glibc maps every block above 32 MB (and many smaller ones) anew, and each page of it costs a fault at first touch: on
-    the CPU that is a good part of a training step. Does nothing where the C library is another one.
+    By default glibc maps every block above 32 MB (and many smaller ones) anew, and each page of it
+    costs a fault at first touch: on the CPU that is a good part of a training step. Does nothing
+    where the C library is another one.
     """
     if sys.platform != "linux":
         return
@@ -57,7 +85,9 @@ def peak_memory() -> int:
         return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def end_with_parent() -> None:
@@ -89,14 +119,22 @@ def describe() -> dict[str, Any]:
         "packages": {name: package_version(name) for name in PACKAGES},
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
     }
 
 
 def optional_packages() -> list[dict[str, Any]]:
     """Each optional package: whether it is there, what it would add, how to get it."""
     return [
-        {"name": name, "present": importlib.util.find_spec(module) is not None, "version": package_version(name), "adds": adds, "install": how}
+        {
+            "name": name,
+            "present": importlib.util.find_spec(module) is not None,
+            "version": package_version(name),
+            "adds": adds,
+            "install": how,
+        }
         for name, (module, adds, how) in OPTIONAL.items()
     ]
 

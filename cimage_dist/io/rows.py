@@ -1,4 +1,5 @@
-"""A large matrix as numbered .npy files of equally many rows: made in any order by any process, read through memory maps.
+"""A large matrix as numbered .npy files of equally many rows: made in any order by any process,
+read through memory maps.
 
 A folder of embeddings is such a matrix with a manifest.
 """
@@ -24,7 +25,9 @@ Rows = NDArray[np.float32]
 
 
 class RowFiles:
-    """float32 [rows, width] in `folder`: part i holds the rows from i * size on; the last part may be shorter."""
+    """float32 [rows, width] in `folder`: part i holds the rows from i * size on; the last part may
+    be shorter.
+    """
 
     def __init__(self, folder: Path, rows: int, width: int, size: int) -> None:
         self.folder, self.rows, self.width, self.size = folder, rows, width, size
@@ -50,7 +53,9 @@ class RowFiles:
         return rows
 
     def is_whole(self, index: int) -> bool:
-        """Whether a part is there in full length; what was renamed into place is, short of damage to the disk."""
+        """Whether a part is there in full length; what was renamed into place is, short of damage
+        to the disk.
+        """
         try:
             part, rows = self.part(index), self.range_of(index)
         except (OSError, ValueError, EOFError):
@@ -63,13 +68,25 @@ class RowFiles:
         bounds = np.searchsorted(gids, np.arange(len(self) + 1) * self.size)
         for index in np.flatnonzero(np.diff(bounds)):
             here = slice(bounds[index], bounds[index + 1])
-            np.take(self._map(int(index)), gids[here] - index * self.size, axis=0, out=out[here], mode="clip")  # other modes copy once more
+            np.take(
+                self._map(int(index)),
+                gids[here] - index * self.size,
+                axis=0,
+                out=out[here],
+                mode="clip",
+            )  # other modes copy once more
         return out
 
     def write(self, index: int, chunks: Iterable[Rows]) -> None:
-        """Make a part from chunks of its rows in order: flushed, then renamed into place, so that its name tells that it is done."""
+        """Make a part from chunks of its rows in order: flushed, then renamed into place, so that
+        its name tells that it is done.
+        """
         rows = self.range_of(index)
-        facts: dict[str, Any] = {"descr": "<f4", "fortran_order": False, "shape": (rows.stop - rows.start, self.width)}
+        facts: dict[str, Any] = {
+            "descr": "<f4",
+            "fortran_order": False,
+            "shape": (rows.stop - rows.start, self.width),
+        }
         self.folder.mkdir(parents=True, exist_ok=True)
         tmp = self.folder / f"{artifacts.TMP_PREFIX}{self.name(index)}-{uuid4().hex[:8]}"
         try:
@@ -94,18 +111,27 @@ def describe_parts(step: int, graph: str, files: RowFiles, facts: dict[str, Any]
         "dtype": "float32",
         "step": step,
         "graph": graph,
-        "parts": [{"file": files.name(index), "first_row": rows.start, "rows": rows.stop - rows.start} for index, rows in enumerate(ranges)],
+        "parts": [
+            {"file": files.name(index), "first_row": rows.start, "rows": rows.stop - rows.start}
+            for index, rows in enumerate(ranges)
+        ],
         "files": facts,
     }
 
 
 def step_of(folder: Path) -> int | None:
-    """Checkpoint step of the embeddings in a folder, or None when there are none (or they are damaged)."""
+    """Checkpoint step of the embeddings in a folder, or None when there are none (or they are
+    damaged).
+    """
     if not (folder / artifacts.MANIFEST).is_file():
         return None
     body = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
     total = sum(facts["bytes"] for facts in body["files"].values())
-    return None if artifacts.damaged_file(folder, body["files"], total <= _VERIFY_BYTES) else int(body["step"])
+    return (
+        None
+        if artifacts.damaged_file(folder, body["files"], total <= _VERIFY_BYTES)
+        else int(body["step"])
+    )
 
 
 def open_rows(folder: Path) -> RowFiles:
@@ -124,7 +150,9 @@ def load_rows(folder: Path) -> Rows:
 
 
 def add_parquet(folder: Path) -> None:
-    """Beside every part a parquet file: `node` (int64) and `z` (fixed-size list of float32). The manifest lists them in the end."""
+    """Beside every part a parquet file: `node` (int64) and `z` (fixed-size list of float32). The
+    manifest lists them in the end.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -135,7 +163,9 @@ def add_parquet(folder: Path) -> None:
         name, rows = files.name(index).replace(".npy", ".parquet"), files.range_of(index)
         if name not in body["files"]:
             ids = np.arange(rows.start, rows.stop) if nodes is None else nodes[rows]
-            z = pa.FixedSizeListArray.from_arrays(pa.array(files.part(index).reshape(-1)), files.width)
+            z = pa.FixedSizeListArray.from_arrays(
+                pa.array(files.part(index).reshape(-1)), files.width
+            )
             tmp = folder / f"{artifacts.TMP_PREFIX}{name}"
             pq.write_table(pa.table({"node": pa.array(ids), "z": z}), tmp)
             tmp.replace(folder / name)

@@ -97,7 +97,9 @@ def redundancy_loss(
     def conditional(c: Tensor, *moments: Tensor) -> Tensor:
         total = c.new_zeros(())
         scale = [_scale(s, m) for s, m in zip(moments[:2], means, strict=True)]
-        for s, block, spread, r in zip(*(moments[i : i + 2] for i in (0, 2, 4)), scale, strict=True):
+        for s, block, spread, r in zip(
+            *(moments[i : i + 2] for i in (0, 2, 4)), scale, strict=True
+        ):
             pairs = block * r[first].unsqueeze(1) * r[second]
             v = (spread * r.square()).detach()
             chance = 2 * v[first].sum() * v[second].sum() / free
@@ -109,7 +111,9 @@ def redundancy_loss(
     return _share(conditional, local, counts, comm) / za.shape[1]
 
 
-def _share(value: Callable[..., Tensor], local: list[Tensor], counts: list[Tensor], comm: Comm) -> Tensor:
+def _share(
+    value: Callable[..., Tensor], local: list[Tensor], counts: list[Tensor], comm: Comm
+) -> Tensor:
     """Collective: this rank's share of f(Σ_r local_r / count), exact in value and gradient.
 
     `f/W + <∂f/∂S, S_r - sg(S_r)>`: S = Σ_r S_r, so the local part of the chain rule is all of it.
@@ -117,7 +121,10 @@ def _share(value: Callable[..., Tensor], local: list[Tensor], counts: list[Tenso
     flat = torch.cat([part.detach().flatten().to(torch.float64) for part in local])
     reduced = comm.sum(flat).split([part.numel() for part in local])
     with torch.enable_grad():
-        sums = [(total.view_as(part) / count).requires_grad_() for total, part, count in zip(reduced, local, counts, strict=True)]
+        sums = [
+            (total.view_as(part) / count).requires_grad_()
+            for total, part, count in zip(reduced, local, counts, strict=True)
+        ]
         whole = value(*sums)
         slopes = torch.autograd.grad(whole, sums, allow_unused=True)
     out = (whole.detach() / comm.world).to(local[0].dtype)
@@ -127,7 +134,9 @@ def _share(value: Callable[..., Tensor], local: list[Tensor], counts: list[Tenso
     return out
 
 
-def _means(za: Tensor, zb: Tensor, root: Tensor | None, comm: Comm) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _means(
+    za: Tensor, zb: Tensor, root: Tensor | None, comm: Comm
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Collective: (number of rows or sum of weights, the two means [D]), float64."""
     with torch.no_grad():
         if root is None:
@@ -171,7 +180,9 @@ def _sides(in_context: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return chosen.nonzero().squeeze(1), (~chosen).nonzero().squeeze(1)
 
 
-def _residuals(za: Tensor, zb: Tensor, root: Tensor | None, labels: Tensor, num_clusters: int, comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _residuals(
+    za: Tensor, zb: Tensor, root: Tensor | None, labels: Tensor, num_clusters: int, comm: Comm
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Collective: √w (z - cluster mean) of both views [n, D], 0 without a label; the number of
     labelled rows, and that number less the clusters present (at least 1)."""
     has_label = (labels >= 0).to(za.dtype).unsqueeze(1)
@@ -184,5 +195,8 @@ def _residuals(za: Tensor, zb: Tensor, root: Tensor | None, labels: Tensor, num_
         reduced = comm.sum(sums.to(torch.float64))
         size = reduced[:, -1]
         mean_a, mean_b = (reduced[:, :-1] / size.clamp(min=1.0).unsqueeze(1)).chunk(2, dim=1)
-    ya, yb = ((z - mean.to(z.dtype).index_select(0, place)) * keep for z, mean in ((za, mean_a), (zb, mean_b)))
+    ya, yb = (
+        (z - mean.to(z.dtype).index_select(0, place)) * keep
+        for z, mean in ((za, mean_a), (zb, mean_b))
+    )
     return ya, yb, size.sum(), (size.sum() - (size > 0).sum()).clamp(min=1.0)

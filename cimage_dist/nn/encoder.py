@@ -62,7 +62,9 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         if not cfg.factor_dim or not cfg.num_layers or cfg.teleport is None:
-            raise ValueError("the encoder needs a width, layers and a teleport: fit_to_graph finds them")
+            raise ValueError(
+                "the encoder needs a width, layers and a teleport: fit_to_graph finds them"
+            )
         self.cfg = cfg
         width = cfg.num_factors * cfg.factor_dim
         self.linear = nn.Linear(num_features, cfg.hidden or width)
@@ -146,8 +148,8 @@ class Encoder(nn.Module):
 
     def forward(self, x_NF: Features, edges: EdgeList, hops: Hops | None = None) -> Encoding:
         """(h, z) of all nodes. With `hops` each layer stops at the nodes from which its output
-        still reaches a seed (§11.2), so h and z have fewer rows than x: the seeds come first and are
-        all there, equal to what the whole subgraph gives.
+        still reaches a seed (§11.2), so h and z have fewer rows than x: the seeds come first and
+        are all there, equal to what the whole subgraph gives.
         """
         cfg = self.cfg
         start = self.project(x_NF)
@@ -182,10 +184,14 @@ def _gaussian(key: int, rows: int, columns: int) -> Tensor:
     """Keyed normal draws, float64 [rows, columns] (Box-Muller)."""
     ids = torch.arange(rows * columns)
     radius = (-2 * (1 - keyed.uniform(keyed.derive(key, 0), ids)).log()).sqrt()
-    return (radius * (2 * torch.pi * keyed.uniform(keyed.derive(key, 1), ids)).cos()).view(rows, columns)
+    return (radius * (2 * torch.pi * keyed.uniform(keyed.derive(key, 1), ids)).cos()).view(
+        rows, columns
+    )
 
 
-def principal_directions(moments: FeatureMoments, count: int, key: int, power: int = _POWER) -> Tensor:
+def principal_directions(
+    moments: FeatureMoments, count: int, key: int, power: int = _POWER
+) -> Tensor:
     """At most `count` eigenvectors of the feature covariance, largest first; float64 [r, F].
 
     Directions without variance are left out. Wide covariances take a randomised subspace

@@ -1,6 +1,8 @@
-"""Dropout that draws in the loop that multiplies: torch's own draws on the CPU take longer than the layers they stand before.
+"""Dropout that draws in the loop that multiplies: torch's own draws on the CPU take longer than the
+layers they stand before.
 
-Input features, dense or sparse: bag-of-words rows are about 1 % full, and the first layer need not multiply the zeros.
+Input features, dense or sparse: bag-of-words rows are about 1 % full, and the first layer need not
+multiply the zeros.
 
 Shapes: N nodes, F features, D outputs, Z non-zero entries.
 """
@@ -21,8 +23,8 @@ from cimage_dist.nn.messages import weighted_sum
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """x·m/(1-p), m = 1 with probability 1-p; the identity outside training.
 
-    On the CPU m is a hash of (key, position), the key one draw from torch's generator: nothing is stored for the backward pass, and
-    the number of threads does not matter.
+    On the CPU m is a hash of (key, position), the key one draw from torch's generator: nothing is
+    stored for the backward pass, and the number of threads does not matter.
     """
     if not training or p == 0.0:
         return x
@@ -52,7 +54,9 @@ _SPARSE_BELOW = 0.1  # share of non-zeros; above it the dense product is faster 
 
 @dataclass(frozen=True)
 class SparseRows:
-    """The non-zero entries of a matrix [N, F], row by row: `row` and `column` int64 [Z], `value` [Z]."""
+    """The non-zero entries of a matrix [N, F], row by row: `row` and `column` int64 [Z], `value`
+    [Z].
+    """
 
     row: Tensor
     column: Tensor
@@ -72,7 +76,11 @@ Features: TypeAlias = Tensor | SparseRows
 
 def compact(x_NF: Tensor) -> Features:
     """Sparse where that is faster: on the CPU, with few non-zeros."""
-    if x_NF.device.type != "cpu" or not x_NF.numel() or int(torch.count_nonzero(x_NF)) > _SPARSE_BELOW * x_NF.numel():
+    if (
+        x_NF.device.type != "cpu"
+        or not x_NF.numel()
+        or int(torch.count_nonzero(x_NF)) > _SPARSE_BELOW * x_NF.numel()
+    ):
         return x_NF
     row, column = x_NF.nonzero(as_tuple=True)
     return SparseRows(row, column, x_NF[row, column], (x_NF.shape[0], x_NF.shape[1]))
@@ -89,7 +97,9 @@ def drop_columns(x: Features, rate: float, key: int) -> Features:
 
 
 def project_rows(x: Features, linear: nn.Linear, rate: float, training: bool) -> Tensor:
-    """W dropout(x) + b, [N, D]. Dropout of a zero changes nothing, so sparse rows draw for their entries only."""
+    """W dropout(x) + b, [N, D]. Dropout of a zero changes nothing, so sparse rows draw for their
+    entries only.
+    """
     if isinstance(x, Tensor):
         out: Tensor = linear(dropout(x, rate, training))
         return out

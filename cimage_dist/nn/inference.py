@@ -1,6 +1,8 @@
-"""Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays bounded.
+"""Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays
+bounded.
 
-`encode_graph` keeps every layer in memory. `encode_rows` gives some rows of one layer from a reader of the layer before it, wherever that lies.
+`encode_graph` keeps every layer in memory. `encode_rows` gives some rows of one layer from a reader
+of the layer before it, wherever that lies.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ from cimage_dist.types import EdgeList, Topology
 MAX_FLOATS = 1 << 24
 
 
-def target_ranges(topology: Topology, width: int, max_floats: int = MAX_FLOATS, within: slice | None = None) -> Iterator[slice]:
-    """Consecutive row ranges holding at most max_floats / width messages each (a single larger row stands alone), of all rows or those `within`."""
+def target_ranges(
+    topology: Topology, width: int, max_floats: int = MAX_FLOATS, within: slice | None = None
+) -> Iterator[slice]:
+    """Consecutive row ranges holding at most max_floats / width messages each (a single larger row
+    stands alone), of all rows or those `within`.
+    """
     limit = max(1, max_floats // width)
     begin, last = (0, topology.num_nodes) if within is None else (within.start, within.stop)
     while begin < last:
-        end = int(torch.searchsorted(topology.indptr, topology.indptr[begin] + limit, right=True)) - 1
+        end = (
+            int(torch.searchsorted(topology.indptr, topology.indptr[begin] + limit, right=True)) - 1
+        )
         end = min(max(end, begin + 1), begin + limit, last)
         yield slice(begin, end)
         begin = end
@@ -37,19 +45,30 @@ def range_edges(topology: Topology, rows: slice, device: torch.device) -> EdgeLi
     """Messages into a range of rows; dst counts from its start."""
     first, last = int(topology.indptr[rows.start]), int(topology.indptr[rows.stop])
     dst = torch.repeat_interleave(topology.indptr[rows.start : rows.stop + 1].diff())
-    return EdgeList(topology.indices[first:last].to(torch.int64).to(device), dst.to(device), topology.num_nodes)
+    return EdgeList(
+        topology.indices[first:last].to(torch.int64).to(device), dst.to(device), topology.num_nodes
+    )
 
 
 @torch.no_grad()
-def encode_graph(encoder: Encoder, x: Features, topology: Topology, max_floats: int = MAX_FLOATS) -> Encoding:
-    """(h, z) of all nodes on the unmasked topology, equal to the encoder's own forward in eval mode."""
+def encode_graph(
+    encoder: Encoder, x: Features, topology: Topology, max_floats: int = MAX_FLOATS
+) -> Encoding:
+    """(h, z) of all nodes on the unmasked topology, equal to the encoder's own forward in eval
+    mode.
+    """
     was_training = encoder.training
     encoder.eval()
     cfg, weight = encoder.cfg, encoder.linear.weight
     width = cfg.num_factors * cfg.factor_dim
     if isinstance(x, Tensor):
         step = max(1, max_floats // max(width, x.shape[1]))
-        start = torch.cat([encoder.project(x[begin : begin + step].to(weight.device, weight.dtype)) for begin in range(0, x.shape[0], step)])
+        start = torch.cat(
+            [
+                encoder.project(x[begin : begin + step].to(weight.device, weight.dtype))
+                for begin in range(0, x.shape[0], step)
+            ]
+        )
     else:
         start = encoder.project(x.to(weight.dtype))
     if cfg.propagation == "gcn":
@@ -75,7 +94,12 @@ def _routed(encoder: Encoder, start: Tensor, topology: Topology, max_floats: int
     for _ in range(cfg.num_layers):
         unit = normalize_factors(h)
         h = torch.cat(
-            [encoder.layer(unit, range_edges(topology, rows, h.device), start[rows], rows, is_unit=True) for rows in target_ranges(topology, width, max_floats)]
+            [
+                encoder.layer(
+                    unit, range_edges(topology, rows, h.device), start[rows], rows, is_unit=True
+                )
+                for rows in target_ranges(topology, width, max_floats)
+            ]
         )
     return h
 
@@ -83,7 +107,9 @@ def _routed(encoder: Encoder, start: Tensor, topology: Topology, max_floats: int
 def _smoothed(h: Tensor, topology: Topology, max_floats: int) -> Tensor:
     degree = (topology.degrees() + 1).to(h.device)
     parts = target_ranges(topology, h[:1].numel(), max_floats)
-    return torch.cat([gcn_smooth(h, range_edges(topology, rows, h.device), degree, rows) for rows in parts])
+    return torch.cat(
+        [gcn_smooth(h, range_edges(topology, rows, h.device), degree, rows) for rows in parts]
+    )
 
 
 def embed_graph(encoder: Encoder, x: Features, topology: Topology) -> Tensor:
@@ -102,14 +128,21 @@ def num_stages(cfg: ModelConfig) -> int:
 
 
 def closed_range(topology: Topology, rows: slice) -> tuple[Tensor, EdgeList, slice]:
-    """A range of rows and all that send messages to it, by themselves: their gids ascending, the messages in local ids, where the range lies.
+    """A range of rows and all that send messages to it, by themselves: their gids ascending, the
+    messages in local ids, where the range lies.
 
     Local ids ascend with gids, so sums along messages have the order they have on the whole graph.
     """
     edges = range_edges(topology, rows, torch.device("cpu"))
-    gids, local = torch.unique(torch.cat([edges.src, torch.arange(rows.start, rows.stop)]), return_inverse=True)
+    gids, local = torch.unique(
+        torch.cat([edges.src, torch.arange(rows.start, rows.stop)]), return_inverse=True
+    )
     begin = int(local[edges.src.numel()])
-    return gids, EdgeList(local[: edges.src.numel()], edges.dst, gids.numel()), slice(begin, begin + rows.stop - rows.start)
+    return (
+        gids,
+        EdgeList(local[: edges.src.numel()], edges.dst, gids.numel()),
+        slice(begin, begin + rows.stop - rows.start),
+    )
 
 
 @torch.no_grad()
@@ -122,11 +155,13 @@ def encode_rows(
     read_start: Callable[[Tensor], Tensor] | None = None,
     max_floats: int = MAX_FLOATS,
 ) -> Iterator[Tensor]:
-    """The output of a stage for a range of rows, a few at a time: float32 [n, K*C] on the CPU, equal to what `encode_graph` has there.
+    """The output of a stage for a range of rows, a few at a time: float32 [n, K*C] on the CPU,
+    equal to what `encode_graph` has there.
 
-    Stage 0 projects the features, 1 .. num_layers are the layers, the one after smooths. `read(gids)` gives rows of the stage's input,
-    gids ascending; `read_start` rows of stage 0, which an encoder with teleport asks for. The encoder must be in eval mode. How the range
-    is cut depends on it and on max_floats alone.
+    Stage 0 projects the features, 1 .. num_layers are the layers, the one after smooths.
+    `read(gids)` gives rows of the stage's input, gids ascending; `read_start` rows of stage 0,
+    which an encoder with teleport asks for. The encoder must be in eval mode. How the range is cut
+    depends on it and on max_floats alone.
     """
     assert not encoder.training
     cfg, weight = encoder.cfg, encoder.linear.weight

@@ -1,6 +1,8 @@
-"""Sums along messages, and which messages a layer needs. Nothing of size messages x width is made or kept.
+"""Sums along messages, and which messages a layer needs. Nothing of size messages x width is made
+or kept.
 
-Shapes: N nodes, T targets (a prefix or range of them), E directed messages src -> dst, D numbers per row.
+Shapes: N nodes, T targets (a prefix or range of them), E directed messages src -> dst, D numbers
+per row.
 
 One parameter-free graph-convolutional smoothing, and its weights.
 """
@@ -14,33 +16,50 @@ from torch import Tensor
 
 from cimage_dist.types import EdgeList
 
-_CHUNK_FLOATS = 1 << 22  # gathered at a time where the compiled loops do not apply: 16 MB in single precision
+_CHUNK_FLOATS = (
+    1 << 22
+)  # gathered at a time where the compiled loops do not apply: 16 MB in single precision
 
 
 class Hops(NamedTuple):
-    """A sampled subgraph in order: the number of seeds, of new nodes of each hop, and of messages into the seeds, the first hop, ..."""
+    """A sampled subgraph in order: the number of seeds, of new nodes of each hop, and of messages
+    into the seeds, the first hop, ...
+    """
 
     nodes: tuple[int, ...]
     messages: tuple[int, ...]
 
     def within(self, edges: EdgeList, depth: int) -> tuple[EdgeList, slice]:
-        """The messages into nodes at most `depth` hops from a seed, and the rows of those nodes: prefixes of both."""
+        """The messages into nodes at most `depth` hops from a seed, and the rows of those nodes:
+        prefixes of both.
+        """
         end = sum(self.messages[: depth + 1])
         weight = None if edges.weight is None else edges.weight[:end]
-        return EdgeList(edges.src[:end], edges.dst[:end], edges.num_nodes, weight, edges.degree), slice(0, sum(self.nodes[: depth + 1]))
+        return EdgeList(
+            edges.src[:end], edges.dst[:end], edges.num_nodes, weight, edges.degree
+        ), slice(0, sum(self.nodes[: depth + 1]))
 
 
-def weighted_sum(base_TD: Tensor, x_ND: Tensor, weight_E: Tensor, src: Tensor, dst: Tensor) -> Tensor:
-    """out[v] = base[v] + Σ_{u -> v} w[v,u]·x[u]; [T, D]. The weights are constants: they get no gradient.
+def weighted_sum(
+    base_TD: Tensor, x_ND: Tensor, weight_E: Tensor, src: Tensor, dst: Tensor
+) -> Tensor:
+    """out[v] = base[v] + Σ_{u -> v} w[v,u]·x[u]; [T, D]. The weights are constants: they get no
+    gradient.
 
-    Equal to `base.index_add(0, dst, w.unsqueeze(-1) * x[src])`, each target adding its messages in their order.
+    Equal to `base.index_add(0, dst, w.unsqueeze(-1) * x[src])`, each target adding its messages in
+    their order.
     """
     return cast(Tensor, _WeightedSum.apply(base_TD, x_ND, weight_E, src, dst))
 
 
 def can_compile(*tensors: Tensor) -> bool:
     """On the CPU, all in single or all in double precision."""
-    return all(x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and x.dtype == tensors[0].dtype for x in tensors)
+    return all(
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and x.dtype == tensors[0].dtype
+        for x in tensors
+    )
 
 
 class Grouped:
@@ -58,7 +77,9 @@ class Grouped:
         return self._found[key]
 
 
-def add_weighted(out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tensor, grouped: Grouped | None = None) -> Tensor:
+def add_weighted(
+    out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tensor, grouped: Grouped | None = None
+) -> Tensor:
     """out[to[e]] += weight[e]·x[by[e]] in place; each target adds its messages in their order.
 
     `grouped` is kept by a caller whose `to` are prefixes of one list.
@@ -77,20 +98,30 @@ def add_weighted(out: Tensor, to: Tensor, x: Tensor, by: Tensor, weight_E: Tenso
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, base_TD: Tensor, x_ND: Tensor, weight_E: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, base_TD: Tensor, x_ND: Tensor, weight_E: Tensor, src: Tensor, dst: Tensor
+    ) -> Tensor:
         ctx.num_nodes = x_ND.shape[0]
         ctx.save_for_backward(weight_E, src, dst)
-        return add_weighted(base_TD.clone(memory_format=torch.contiguous_format), dst, x_ND, src, weight_E)
+        return add_weighted(
+            base_TD.clone(memory_format=torch.contiguous_format), dst, x_ND, src, weight_E
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         weight_E, src, dst = ctx.saved_tensors
-        grad_x = add_weighted(grad.new_zeros((ctx.num_nodes, grad.shape[1])), src, grad, dst, weight_E) if ctx.needs_input_grad[1] else None
+        grad_x = (
+            add_weighted(grad.new_zeros((ctx.num_nodes, grad.shape[1])), src, grad, dst, weight_E)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return grad, grad_x, None, None, None
 
 
-def gcn_weights(edges: EdgeList, dtype: torch.dtype, degree: Tensor | None = None, targets: slice | None = None) -> tuple[Tensor, Tensor]:
+def gcn_weights(
+    edges: EdgeList, dtype: torch.dtype, degree: Tensor | None = None, targets: slice | None = None
+) -> tuple[Tensor, Tensor]:
     """(weight [E] of the messages, weight [T] of a target's own row) of D̂^-1/2 (A + I) D̂^-1/2.
 
     D̂ are the degrees of A + I. Message weights count as multiplicities: a neighbour standing for
@@ -110,7 +141,9 @@ def gcn_weights(edges: EdgeList, dtype: torch.dtype, degree: Tensor | None = Non
     return scale[edges.src] * at[edges.dst] * ones, at.square()
 
 
-def gcn_smooth(q: Tensor, edges: EdgeList, degree: Tensor | None = None, targets: slice | None = None) -> Tensor:
+def gcn_smooth(
+    q: Tensor, edges: EdgeList, degree: Tensor | None = None, targets: slice | None = None
+) -> Tensor:
     """z = D̂^-1/2 (A + I) D̂^-1/2 q (§4.4, released code); q is [N, ...]. Arguments: `gcn_weights`."""
     flat = q.flatten(1)
     weight, own = gcn_weights(edges, flat.dtype, degree, targets)

@@ -1,6 +1,7 @@
 """Decoders: an edge from two embeddings, and hidden factors from visible ones.
 
-The whole trainable model: encoder and structure decoder behind one forward, so that DDP sees every parameter.
+The whole trainable model: encoder and structure decoder behind one forward, so that DDP sees every
+parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from cimage_dist.types import EdgeList, FeatureMoments
 
 
 class FactorDecoder(nn.Module):
-    """F̂ = MLP(z with the hidden factors set to zero) (§5.3): every layer but the last is dropout -> Linear -> ELU, output K·C wide."""
+    """F̂ = MLP(z with the hidden factors set to zero) (§5.3): every layer but the last is dropout
+    -> Linear -> ELU, output K·C wide.
+    """
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -32,7 +35,9 @@ class FactorDecoder(nn.Module):
         self.dropout = cfg.factor_dropout
 
     def forward(self, z_nKC: Tensor, visible_K: Tensor) -> Tensor:
-        """z [n, K, C], visible bool [K]: the factors given as input -> prediction of all factors [n, K, C]."""
+        """z [n, K, C], visible bool [K]: the factors given as input -> prediction of all factors
+        [n, K, C].
+        """
         x = (z_nKC * visible_K.to(z_nKC.dtype).unsqueeze(-1)).flatten(1)
         for layer in self.layers[:-1]:
             x = F.elu(layer(dropout(x, self.dropout, self.training)))
@@ -40,7 +45,9 @@ class FactorDecoder(nn.Module):
 
 
 class StructureDecoder(nn.Module):
-    """logit(u, v) = MLP(z_u ⊙ z_v) (§5.2): every layer but the last is dropout -> Linear -> ReLU, the last is Linear to 1."""
+    """logit(u, v) = MLP(z_u ⊙ z_v) (§5.2): every layer but the last is dropout -> Linear -> ReLU,
+    the last is Linear to 1.
+    """
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -70,7 +77,8 @@ class View:
 
 
 class ModelOutput(NamedTuple):
-    """h, z [N, K, C] (with `hops`: of the seeds and perhaps more) as in Encoding; logits [p] of the pairs; predicted [n, K, C] factors of the nodes asked for, or None.
+    """h, z [N, K, C] (with `hops`: of the seeds and perhaps more) as in Encoding; logits [p] of the
+    pairs; predicted [n, K, C] factors of the nodes asked for, or None.
 
     logits is None without an edge decoder. second [n, K, C]: rows `nodes` of the second view.
     """
@@ -83,7 +91,9 @@ class ModelOutput(NamedTuple):
 
 
 def norm_kind(cfg: Config) -> str:
-    """What `model.norm=auto` stands for: sampled rows have no moments worth trusting, so the closed form is used for them."""
+    """What `model.norm=auto` stands for: sampled rows have no moments worth trusting, so the closed
+    form is used for them.
+    """
     if cfg.model.norm != "auto":
         return cfg.model.norm
     if cfg.model.init == "pca":
@@ -99,10 +109,14 @@ def needs_moments(cfg: Config) -> bool:
 class CimageModel(nn.Module):
     """Encoder, and a decoder of edges and one of factors where the objective has their terms."""
 
-    def __init__(self, num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> None:
+    def __init__(
+        self, num_features: int, cfg: Config, moments: FeatureMoments | None = None
+    ) -> None:
         super().__init__()
         self.encoder = Encoder(num_features, cfg.model, norm_kind(cfg), moments)
-        self.structure = StructureDecoder(self.encoder.cfg) if cfg.loss.structure_weight > 0 else None
+        self.structure = (
+            StructureDecoder(self.encoder.cfg) if cfg.loss.structure_weight > 0 else None
+        )
         self.factors = FactorDecoder(self.encoder.cfg) if cfg.loss.factor_weight > 0 else None
 
     def forward(
@@ -115,7 +129,8 @@ class CimageModel(nn.Module):
         hops: Hops | None = None,
         second: View | None = None,
     ) -> ModelOutput:
-        """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in `visible_K`.
+        """Encode, score `pairs` [p, 2], and predict the factors of `nodes` [n] from those in
+        `visible_K`.
 
         `second`, where given, is encoded in the same call, so that DDP sees one forward pass.
         """
@@ -126,12 +141,18 @@ class CimageModel(nn.Module):
         logits = None if self.structure is None else self.structure(z, pairs)
         other = None
         if second is not None:
-            other = self.encoder(second.x, second.edges, second.hops).z.index_select(0, second.nodes)
+            other = self.encoder(second.x, second.edges, second.hops).z.index_select(
+                0, second.nodes
+            )
         return ModelOutput(h, z, logits, predicted, other)
 
 
-def build_model(num_features: int, cfg: Config, moments: FeatureMoments | None = None) -> CimageModel:
-    """Initial weights are a function of run.seed (and, with model.init=pca, of the moments) alone; the caller's random state is left as it was."""
+def build_model(
+    num_features: int, cfg: Config, moments: FeatureMoments | None = None
+) -> CimageModel:
+    """Initial weights are a function of run.seed (and, with model.init=pca, of the moments) alone;
+    the caller's random state is left as it was.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed.stream(cfg.run.seed, "init"))
         model = CimageModel(num_features, cfg, moments)
@@ -145,15 +166,24 @@ def build_model(num_features: int, cfg: Config, moments: FeatureMoments | None =
 def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
     """A model of the shapes found in a state dict, filled with it; needs no graph."""
     num_features = weights["encoder.linear.weight"].shape[1]
-    width = weights["encoder.output.weight" if cfg.model.hidden else "encoder.linear.weight"].shape[0]
+    width = weights["encoder.output.weight" if cfg.model.hidden else "encoder.linear.weight"].shape[
+        0
+    ]
     layers, alpha = decode_reach(weights["encoder.reach"])
-    used = replace(cfg.model, factor_dim=width // cfg.model.num_factors, num_layers=layers, teleport=alpha)
+    used = replace(
+        cfg.model, factor_dim=width // cfg.model.num_factors, num_layers=layers, teleport=alpha
+    )
     cfg = replace(cfg, model=used)
     moments = None
     if norm_kind(cfg) == "moments":
         cov = weights["encoder.norm.cov"]
         full = cov.shape[0] == cov.shape[1]
-        moments = FeatureMoments(weights["encoder.norm.mean"], weights["encoder.norm.sqmean"], cov if full else None, None if full else cov)
+        moments = FeatureMoments(
+            weights["encoder.norm.mean"],
+            weights["encoder.norm.sqmean"],
+            cov if full else None,
+            None if full else cov,
+        )
     model = CimageModel(num_features, cfg, moments)
     model.load_state_dict(weights)
     return model.eval()

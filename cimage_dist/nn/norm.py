@@ -1,4 +1,6 @@
-"""Normalisation after the projection: over the rows at hand, by the closed form of the whole graph, or per row."""
+"""Normalisation after the projection: over the rows at hand, by the closed form of the whole graph,
+or per row.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,29 @@ from cimage_dist.types import FeatureMoments
 
 
 class MomentsNorm(nn.Module):
-    """Batch normalisation of Linear(dropout(x)) with the moments of the *whole graph*, in closed form (§4.2):
+    """Batch normalisation of Linear(dropout(x)) with the moments of the *whole graph*, in closed
+    form (§4.2):
 
         mean = W x̄ + b,    variance = diag(W (Σ_x + p/(1-p)·diag(E[x²])) Wᵀ)
 
-    No communication and no dependence on which rows were sampled; gradients flow through W and b as in batch normalisation.
-    In eval mode p = 0. `linear` is the projection whose output is normalised; it is not registered again here.
+    No communication and no dependence on which rows were sampled; gradients flow through W and b as
+    in batch normalisation. In eval mode p = 0. `linear` is the projection whose output is
+    normalised; it is not registered again here.
     """
 
     mean: Tensor
     sqmean: Tensor
     cov: Tensor
 
-    def __init__(self, linear: nn.Linear, moments: FeatureMoments, dropout: float, eps: float = 1e-5) -> None:
+    def __init__(
+        self, linear: nn.Linear, moments: FeatureMoments, dropout: float, eps: float = 1e-5
+    ) -> None:
         super().__init__()
         self._linear = [linear]  # in a list, so that its parameters are not listed twice
         cov = moments.cov_factor if moments.cov is None else moments.cov
         assert cov is not None
-        # Saved with the weights: a trained model embeds other graphs with the moments it was trained with.
+        # Saved with the weights: a trained model embeds other graphs with the moments it was
+        # trained with.
         self.register_buffer("mean", moments.mean.float())
         self.register_buffer("sqmean", moments.sqmean.float())
         self.register_buffer("cov", cov.float())
@@ -47,13 +54,18 @@ class MomentsNorm(nn.Module):
         cov = self.cov.to(dtype)
         variance = (w @ cov.t()).square().sum(1) if self.is_factor else ((w @ cov) * w).sum(1)
         if self.training and self.dropout > 0:
-            variance = variance + self.dropout / (1 - self.dropout) * (w.square() @ self.sqmean.to(dtype))
-        scale = (variance.clamp_min(0) + self.eps).rsqrt() * self.weight  # first, so that one pass over the rows is enough
+            variance = variance + self.dropout / (1 - self.dropout) * (
+                w.square() @ self.sqmean.to(dtype)
+            )
+        scale = (
+            variance.clamp_min(0) + self.eps
+        ).rsqrt() * self.weight  # first, so that one pass over the rows is enough
         return (y - mean) * scale + self.bias
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Batch normalisation whose moments may be those of all ranks' rows together, on CPU and GPU alike (§4.2).
+    """Batch normalisation whose moments may be those of all ranks' rows together, on CPU and GPU
+    alike (§4.2).
 
     Training normalises by the moments of the rows at hand and stores nothing. Eval mode uses the
     moments that `settle` stored: an average over training steps would mix old weights and dropped
@@ -69,7 +81,9 @@ class BatchNorm(nn.BatchNorm1d):
         if self.reduce is None:
             return F.batch_norm(y, None, None, self.weight, self.bias, training=True, eps=self.eps)
         wide = y.to(torch.float64)
-        packed = self.reduce(torch.cat([wide.sum(0), wide.square().sum(0), wide.new_full((1,), y.shape[0])]))
+        packed = self.reduce(
+            torch.cat([wide.sum(0), wide.square().sum(0), wide.new_full((1,), y.shape[0])])
+        )
         mean, square = packed[:-1].view(2, -1) / packed[-1]
         variance = (square - mean.square()).clamp_min(0)
         scale = (variance + self.eps).rsqrt().to(y.dtype) * self.weight
@@ -100,7 +114,9 @@ def settle(norm: nn.Module, linear: nn.Linear, x: Features, rows: int = 1 << 14)
         stored.copy_(found)
 
 
-def make_norm(kind: str, linear: nn.Linear, dropout: float, moments: FeatureMoments | None) -> nn.Module:
+def make_norm(
+    kind: str, linear: nn.Linear, dropout: float, moments: FeatureMoments | None
+) -> nn.Module:
     if kind == "none":
         return nn.Identity()
     if kind == "batch":

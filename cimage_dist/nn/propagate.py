@@ -23,7 +23,9 @@ class _Step(NamedTuple):
     targets: int
 
 
-def propagate(h_NKC: Tensor, edges: EdgeList, alpha: float, steps: int, hops: Hops | None = None) -> Tensor:
+def propagate(
+    h_NKC: Tensor, edges: EdgeList, alpha: float, steps: int, hops: Hops | None = None
+) -> Tensor:
     """`steps` times h ← (1-α)·Â h + α·h⁰, from h = h⁰ = h_NKC.
 
     With `hops` the messages reach only so far: the number of applications is at most the number
@@ -37,7 +39,10 @@ def propagate(h_NKC: Tensor, edges: EdgeList, alpha: float, steps: int, hops: Ho
         plan = [_Step(edges.src.numel(), flat.shape[0])] * steps
     else:
         reach = min(steps, len(hops.messages))
-        plan = [_Step(sum(hops.messages[: depth + 1]), sum(hops.nodes[: depth + 1])) for depth in reversed(range(reach))]
+        plan = [
+            _Step(sum(hops.messages[: depth + 1]), sum(hops.nodes[: depth + 1]))
+            for depth in reversed(range(reach))
+        ]
     out = cast(Tensor, _Propagate.apply(flat, weight, own, edges.src, edges.dst, alpha, plan))
     return out.view(-1, *h_NKC.shape[1:])
 
@@ -75,5 +80,7 @@ class _Propagate(torch.autograd.Function):
             start[:targets].add_(grad, alpha=ctx.alpha)
             back = grad.new_zeros((rows, grad.shape[1]))
             back[:targets] = grad * (own_N[:targets] * into).unsqueeze(1)
-            grad = add_weighted(back, src[:messages], grad, dst[:messages], scaled[:messages], grouped)
+            grad = add_weighted(
+                back, src[:messages], grad, dst[:messages], scaled[:messages], grouped
+            )
         return start.add_(grad), None, None, None, None, None, None

@@ -1,6 +1,7 @@
 """Neighbourhood routing: each neighbour spreads one unit of mass over the K factors of its target.
 
-Shapes: N nodes, T targets (all nodes, or a range of them), E directed messages, K factors, C channels per factor.
+Shapes: N nodes, T targets (all nodes, or a range of them), E directed messages, K factors, C
+channels per factor.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ def normalize_factors(x_NKC: Tensor) -> Tensor:
 
 
 def use_fused(x: Tensor, backend: Backend) -> bool:
-    """Whether routing runs as the fused operator here; asking for it where there is none is an error."""
+    """Whether routing runs as the fused operator here; asking for it where there is none is an
+    error.
+    """
     if backend == "fused" and not is_fused(x):
         raise UserError(
-            f"model.routing_backend is 'fused', but nothing serves {x.dtype} on {x.device.type}. Install triton for a GPU, or use routing_backend=auto."
+            f"model.routing_backend is 'fused', but nothing serves {x.dtype} on "
+            f"{x.device.type}. Install triton for a GPU, or use routing_backend=auto."
         )
     return backend != "reference" and is_fused(x)
 
@@ -49,16 +53,29 @@ def route(
     """One routing layer (§4.4; DisenGCN's form, with the target's centre in the softmax):
 
         l = x / ‖x‖;  p⁰ = 1/K  (init="self": p⁰ from q = l, as the paper has it)
-        repeat T times:  q = l + Σ_u w·p·l[u];  normalise q except after the last;  p = softmax_k(<l[u], q[v]> / τ)
+        repeat T times:  q = l + Σ_u w·p·l[u];  normalise q except after the last;  p =
+        softmax_k(<l[u], q[v]> / τ)
 
     grad="last" takes p for a constant and differentiates the final aggregation only.
-    `targets` restricts the result to a range of rows; `edges.dst` then counts from its start, `edges.src` stays global. `is_unit`: the factors
-    of x are normalised already (done once for all ranges).
+    `targets` restricts the result to a range of rows; `edges.dst` then counts from its start,
+    `edges.src` stays global. `is_unit`: the factors of x are normalised already (done once for all
+    ranges).
     """
     if use_fused(x_NKC, backend):
         edges, rows = edges.by_target(), range(x_NKC.shape[0])[targets or slice(None)]
         indptr, is_self, is_full = edges.pointers(len(rows)), init == "self", grad == "full"
-        q_TKC: Tensor = route_op(x_NKC, rows.start, indptr, edges.src, edges.weight, iterations, temperature, is_self, is_full, not is_unit)
+        q_TKC: Tensor = route_op(
+            x_NKC,
+            rows.start,
+            indptr,
+            edges.src,
+            edges.weight,
+            iterations,
+            temperature,
+            is_self,
+            is_full,
+            not is_unit,
+        )
     else:
         l_NKC = x_NKC if is_unit else normalize_factors(x_NKC)
         l_TKC = l_NKC if targets is None else l_NKC[targets]
@@ -67,14 +84,23 @@ def route(
 
 
 def assignments(l_EKC: Tensor, q_TKC: Tensor, dst: Tensor, temperature: float) -> Tensor:
-    """p[v,u,:] = softmax over k of <l[u,k], q[v,k]> / τ for every message u -> v; [E, K], rows sum to 1 (§4.4)."""
+    """p[v,u,:] = softmax over k of <l[u,k], q[v,k]> / τ for every message u -> v; [E, K], rows sum
+    to 1 (§4.4).
+    """
     return torch.softmax((l_EKC * q_TKC.index_select(0, dst)).sum(-1) / temperature, dim=-1)
 
 
 def reference_route(
-    l_TKC: Tensor, l_NKC: Tensor, edges: EdgeList, iterations: int, temperature: float, init: Literal["uniform", "self"], grad: Literal["full", "last"]
+    l_TKC: Tensor,
+    l_NKC: Tensor,
+    edges: EdgeList,
+    iterations: int,
+    temperature: float,
+    init: Literal["uniform", "self"],
+    grad: Literal["full", "last"],
 ) -> Tensor:
-    """The same in plain tensor operations on unit rows: the oracle for the fused backends, and the form for devices without one.
+    """The same in plain tensor operations on unit rows: the oracle for the fused backends, and the
+    form for devices without one.
 
     Keeps tensors of E·K·C numbers, with grad="full" several for each iteration.
     """

@@ -1,4 +1,6 @@
-"""Initial labels by several methods, side by side: how well they fit the graph, its classes where known, and what they cost."""
+"""Initial labels by several methods, side by side: how well they fit the graph, its classes where
+known, and what they cost.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,15 @@ METHODS = ("rdgae", "dinknet", "propagated", "selfkmeans", "file")
 
 
 def methods_for(cfg: Config, num_nodes: int) -> list[str]:
-    """All that can be had: R-DGAE looks at all pairs of nodes, so not on large graphs; a file only where one is named."""
+    """All that can be had: R-DGAE looks at all pairs of nodes, so not on large graphs; a file only
+    where one is named.
+    """
     absent = {"rdgae"} if num_nodes > SMALL else set()
-    return [name for name in METHODS if name not in absent and (name != "file" or cfg.cluster.labels_path)]
+    return [
+        name
+        for name in METHODS
+        if name not in absent and (name != "file" or cfg.cluster.labels_path)
+    ]
 
 
 def with_method(cfg: Config, method: str, seed: int, num_clusters: int) -> Config:
@@ -41,26 +49,48 @@ def with_method(cfg: Config, method: str, seed: int, num_clusters: int) -> Confi
     return dataclasses.replace(cfg, cluster=cluster, run=dataclasses.replace(cfg.run, seed=seed))
 
 
-def compare(cfg: Config, methods: Sequence[str], seeds: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """Every method with every seed, each in a process of its own so that its peak memory is its own. Labels made before are read, with what they cost then.
+def compare(
+    cfg: Config, methods: Sequence[str], seeds: Sequence[int], progress: Progress
+) -> dict[str, Any]:
+    """Every method with every seed, each in a process of its own so that its peak memory is its
+    own. Labels made before are read, with what they cost then.
 
-    Returns {"graph": ..., "runs": one row per method and seed, "methods": means and spreads over the seeds}.
+    Returns {"graph": ..., "runs": one row per method and seed, "methods": means and spreads over
+    the seeds}.
     """
     if unknown := [name for name in methods if name not in (*METHODS, "auto")]:
-        raise UserError(f"Unknown clustering method {unknown[0]!r}. Choose among {', '.join(METHODS)}.")
+        raise UserError(
+            f"Unknown clustering method {unknown[0]!r}. Choose among {', '.join(METHODS)}."
+        )
     if "file" in methods and not cfg.cluster.labels_path:
-        raise UserError("The method 'file' needs labels: set cluster.from to a folder of `cimage cluster`, a .npy or a .npz file.")
+        raise UserError(
+            "The method 'file' needs labels: set cluster.from to a folder of `cimage cluster`, "
+            "a .npy or a .npz file."
+        )
     graph = open_graph(cfg.data)
     topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-    wanted = list(dict.fromkeys(method_for(name, graph.num_nodes) for name in methods)) or methods_for(cfg, graph.num_nodes)
+    wanted = list(
+        dict.fromkeys(method_for(name, graph.num_nodes) for name in methods)
+    ) or methods_for(cfg, graph.num_nodes)
     count = number_of_clusters(cfg, graph, topology, tick=progress.update)
     runs = []
     for method in wanted:
         for seed in seeds[:1] if method == "file" else seeds:
             progress.note(f"{method}, seed {seed}")
             runs.append(_in_own_process(with_method(cfg, method, seed, count), progress.quiet))
-    facts = {"name": graph.name, "fingerprint": graph.fingerprint, "nodes": graph.num_nodes, "edges": graph.num_edges // 2, "classes": graph.num_classes}
-    return {"graph": facts, "clusters": count, "runs": runs, "methods": {name: summarise([r for r in runs if r["method"] == name]) for name in wanted}}
+    facts = {
+        "name": graph.name,
+        "fingerprint": graph.fingerprint,
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges // 2,
+        "classes": graph.num_classes,
+    }
+    return {
+        "graph": facts,
+        "clusters": count,
+        "runs": runs,
+        "methods": {name: summarise([r for r in runs if r["method"] == name]) for name in wanted},
+    }
 
 
 def _in_own_process(cfg: Config, quiet: bool) -> dict[str, Any]:
@@ -69,7 +99,8 @@ def _in_own_process(cfg: Config, quiet: bool) -> dict[str, Any]:
             return pool.submit(score_method, cfg, quiet).result()
     except BrokenProcessPool:
         raise UserError(
-            f"The process of {cfg.cluster.init}, seed {cfg.run.seed}, was killed, most likely for lack of memory. Labels made so far are kept; "
+            f"The process of {cfg.cluster.init}, seed {cfg.run.seed}, was killed, most likely "
+            "for lack of memory. Labels made so far are kept; "
             "leave the method out with --methods, or run on a machine with more memory."
         ) from None
 
@@ -83,17 +114,30 @@ def score_method(cfg: Config, quiet: bool) -> dict[str, Any]:
     progress = Progress(quiet=quiet)
     found = make_labels(cfg, graph, topology, Comm(), MemorySink(progress))
     progress.close()
-    return {"peak_gb": peak_gb()} | found.facts | {"method": cfg.cluster.init, "seed": cfg.run.seed} | score_labels(found, graph, topology, cfg)
+    return (
+        {"peak_gb": peak_gb()}
+        | found.facts
+        | {"method": cfg.cluster.init, "seed": cfg.run.seed}
+        | score_labels(found, graph, topology, cfg)
+    )
 
 
 def score_labels(found: LabelSet, graph: Graph, topology: Topology, cfg: Config) -> dict[str, Any]:
-    """Modularity, sizes and the confident set S (§6.7) from the graph alone; acc, nmi, ari, f1 and the accuracy on S, in percent, where classes are known.
+    """Modularity, sizes and the confident set S (§6.7) from the graph alone; acc, nmi, ari, f1 and
+    the accuracy on S, in percent, where classes are known.
 
-    The accuracy on S uses the matching of clusters to classes found on all nodes, as does the accuracy over all nodes.
+    The accuracy on S uses the matching of clusters to classes found on all nodes, as does the
+    accuracy over all nodes.
     """
     labels = found.labels
     num_clusters = 1 + int(labels.max())
-    confident = select_confident(labels, found.confidence, torch.arange(labels.numel()), fraction=cfg.cluster.fraction, min_per_cluster=2 * cfg.ci.block_size)
+    confident = select_confident(
+        labels,
+        found.confidence,
+        torch.arange(labels.numel()),
+        fraction=cfg.cluster.fraction,
+        min_per_cluster=2 * cfg.ci.block_size,
+    )
     scores: dict[str, Any] = {
         "clusters_used": int(labels[labels >= 0].unique().numel()),
         "clusters_in_s": int(labels[confident].unique().numel()),
@@ -112,8 +156,15 @@ def score_labels(found: LabelSet, graph: Graph, topology: Topology, cfg: Config)
 
 def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean and standard deviation over seeds of everything numeric; the largest peak."""
-    names = [name for name, value in runs[0].items() if isinstance(value, (int, float)) and name not in ("seed", "clusters")]
+    names = [
+        name
+        for name, value in runs[0].items()
+        if isinstance(value, (int, float)) and name not in ("seed", "clusters")
+    ]
     values = {name: [run[name] for run in runs if run.get(name) is not None] for name in names}
-    body = {name: {"mean": statistics.fmean(v), "std": statistics.stdev(v) if len(v) > 1 else 0.0} for name, v in values.items()}
+    body = {
+        name: {"mean": statistics.fmean(v), "std": statistics.stdev(v) if len(v) > 1 else 0.0}
+        for name, v in values.items()
+    }
     body["peak_gb"] = {"mean": max(values["peak_gb"]), "std": 0.0}
     return {"seeds": len(runs), **body}

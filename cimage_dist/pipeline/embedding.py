@@ -1,12 +1,15 @@
-"""Embeddings of a graph of any size: one pass over all rows for each layer, from one set of part files to the next.
+"""Embeddings of a graph of any size: one pass over all rows for each layer, from one set of part
+files to the next.
 
-A work folder beside the result holds the plan, the weights and two buffers, the input and the output of the pass under way (with
-model.teleport the first pass too):
+A work folder beside the result holds the plan, the weights and two buffers, the input and the
+output of the pass under way (with model.teleport the first pass too):
 
-    embeddings-work/  plan.json  config.yaml  model/  [nodes.npy]  pass-1/part-00000.npy ...  pass-2/part-00000.npy ...
+    embeddings-work/  plan.json  config.yaml  model/  [nodes.npy]  pass-1/part-00000.npy ...
+    pass-2/part-00000.npy ...
 
-A part is made by one process from rows of the pass before, and renamed into place when it is on disk: a killed run goes on with the
-parts that are missing. Parts, and how one is cut while it is made, do not depend on who makes them or on how many do.
+A part is made by one process from rows of the pass before, and renamed into place when it is on
+disk: a killed run goes on with the parts that are missing. Parts, and how one is cut while it is
+made, do not depend on who makes them or on how many do.
 """
 
 from __future__ import annotations
@@ -56,8 +59,9 @@ def part_size(rows: int, size: int = PART_ROWS) -> int:
 class Plan:
     """What is made, and all that decides its content: a work folder with another plan is of no use.
 
-    passes: 1 where chosen nodes are embedded with their sampled neighbourhoods, else the stages of the encoder.
-    keeps_start: every layer reads the first pass again (model.teleport), so it stays to the end.
+    passes: 1 where chosen nodes are embedded with their sampled neighbourhoods, else the stages of
+    the encoder. keeps_start: every layer reads the first pass again (model.teleport), so it stays
+    to the end.
     """
 
     rows: int
@@ -77,7 +81,15 @@ class Plan:
         return RowFiles(root / f"pass-{stage}", self.rows, self.width, self.part_rows)
 
 
-def make_plan(cfg: Config, model: CimageModel, step: int, graph: Graph, nodes: NDArray[np.int64] | None, part_rows: int, chunk_floats: int) -> Plan:
+def make_plan(
+    cfg: Config,
+    model: CimageModel,
+    step: int,
+    graph: Graph,
+    nodes: NDArray[np.int64] | None,
+    part_rows: int,
+    chunk_floats: int,
+) -> Plan:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode() + value.cpu().contiguous().numpy().tobytes())
@@ -99,7 +111,9 @@ def make_plan(cfg: Config, model: CimageModel, step: int, graph: Graph, nodes: N
 
 
 class Bench:
-    """What a process needs to make parts; the work folder has all of it, and tells where the graph is."""
+    """What a process needs to make parts; the work folder has all of it, and tells where the graph
+    is.
+    """
 
     def __init__(self, root: Path, cfg: Config | None = None, graph: Graph | None = None) -> None:
         self.root = root
@@ -107,7 +121,9 @@ class Bench:
         self.cfg = cfg or load_config(root / "config.yaml")
         weights = artifacts.read_tensors(root / "model")
         if weights is None:
-            raise UserError(f"The weights in {root / 'model'} are damaged. Delete {root} and embed again.")
+            raise UserError(
+                f"The weights in {root / 'model'} are damaged. Delete {root} and embed again."
+            )
         self.device = pick_device(self.cfg)
         self.encoder = model_from_weights(self.cfg, weights).to(self.device).encoder
         self.graph = graph or open_graph(self.cfg.data)
@@ -126,7 +142,9 @@ class Bench:
     def _exact(self, stage: int, rows: slice) -> Iterator[Rows]:
         read = self._features if stage == 0 else self._rows_of(stage - 1)
         start = self._rows_of(0) if self.plan.keeps_start and stage else None
-        for chunk in encode_rows(self.encoder, stage, rows, self.topology, read, start, self.plan.chunk_floats):
+        for chunk in encode_rows(
+            self.encoder, stage, rows, self.topology, read, start, self.plan.chunk_floats
+        ):
             yield chunk.numpy()
 
     def _features(self, gids: Tensor) -> Tensor:
@@ -148,7 +166,13 @@ class Bench:
         cfg = replace(self.cfg, sampler=replace(self.cfg.sampler, fanouts=fanouts))
         embedder = SampledEmbedder(self.graph.x, self.topology, cfg, self.device)
         for part in np.array_split(gids, -(-len(gids) // 2048)):
-            yield embedder(self.encoder, torch.from_numpy(np.array(part)), self.plan.step).z.flatten(1).float().cpu().numpy()
+            yield (
+                embedder(self.encoder, torch.from_numpy(np.array(part)), self.plan.step)
+                .z.flatten(1)
+                .float()
+                .cpu()
+                .numpy()
+            )
 
 
 def here(cfg: Config, graph: Graph) -> Execute:
@@ -178,10 +202,15 @@ def make_embeddings(
     part_rows: int = PART_ROWS,
     chunk_floats: int = MAX_FLOATS,
 ) -> None:
-    """Write the folder `final` with all rows in node order, or those of `nodes` in their order; goes on where a killed run stopped."""
+    """Write the folder `final` with all rows in node order, or those of `nodes` in their order;
+    goes on where a killed run stopped.
+    """
     plan = make_plan(cfg, model, step, graph, nodes, part_rows, chunk_floats)
     root = final.parent / f"{final.name}-work"
-    with artifacts.locked(final.parent / f".lock-{final.name}", lambda: note(f"another process is making {final}; waiting for it")):
+    with artifacts.locked(
+        final.parent / f".lock-{final.name}",
+        lambda: note(f"another process is making {final}; waiting for it"),
+    ):
         if step_of(final) == step:
             return
         first = _begin(root, plan, cfg, model, nodes)
@@ -191,9 +220,16 @@ def make_embeddings(
             files = plan.files(root, stage)
             files.folder.mkdir(exist_ok=True)
             is_last = stage == plan.passes - 1
-            tasks = [(stage, index) for index in range(len(files)) if is_last or not files.is_whole(index)]
+            tasks = [
+                (stage, index)
+                for index in range(len(files))
+                if is_last or not files.is_whole(index)
+            ]
             if len(tasks) < len(files):
-                note(f"pass {stage + 1} of {plan.passes}: {len(files) - len(tasks)} of {len(files)} parts are there already")
+                note(
+                    f"pass {stage + 1} of {plan.passes}: {len(files) - len(tasks)} of "
+                    f"{len(files)} parts are there already"
+                )
             done = len(files) * (stage + 1) - len(tasks)
             for count, (_, facts) in enumerate(execute(root, tasks) if tasks else (), done + 1):
                 found |= facts
@@ -203,21 +239,36 @@ def make_embeddings(
         _commit(root, plan, found, final)
 
 
-def _begin(root: Path, plan: Plan, cfg: Config, model: CimageModel, nodes: NDArray[np.int64] | None) -> int:
+def _begin(
+    root: Path, plan: Plan, cfg: Config, model: CimageModel, nodes: NDArray[np.int64] | None
+) -> int:
     """Make the work folder ready, and tell with which pass to go on."""
-    is_same = (root / "plan.json").is_file() and artifacts.read_json(root / "plan.json", "the plan of the embedding") == asdict(plan)
+    is_same = (root / "plan.json").is_file() and artifacts.read_json(
+        root / "plan.json", "the plan of the embedding"
+    ) == asdict(plan)
     if is_same:
         stages = [stage for stage in range(plan.passes) if (root / f"pass-{stage}").is_dir()]
         newest = max(stages, default=0)
-        if newest == 0 or _is_whole(plan.files(root, newest)) or _is_whole(plan.files(root, newest - 1)):
-            artifacts.write_text(root / "config.yaml", to_yaml(cfg))  # where data lies and on what it runs may have changed
+        if (
+            newest == 0
+            or _is_whole(plan.files(root, newest))
+            or _is_whole(plan.files(root, newest - 1))
+        ):
+            artifacts.write_text(
+                root / "config.yaml", to_yaml(cfg)
+            )  # where data lies and on what it runs may have changed
             return newest
     shutil.rmtree(root, ignore_errors=True)
     artifacts.write_text(root / "config.yaml", to_yaml(cfg))
-    artifacts.write_tensors(root / "model", {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()})
+    artifacts.write_tensors(
+        root / "model",
+        {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()},
+    )
     if nodes is not None:
         np.save(root / "nodes.npy", nodes, allow_pickle=False)
-    artifacts.write_json(root / "plan.json", asdict(plan))  # last: a folder without it is made again
+    artifacts.write_json(
+        root / "plan.json", asdict(plan)
+    )  # last: a folder without it is made again
     return 0
 
 
@@ -228,10 +279,14 @@ def _is_whole(files: RowFiles) -> bool:
 def _check_room(root: Path, plan: Plan, first: int) -> None:
     files = plan.files(root, first)
     there = sum(path.stat().st_size for path in root.rglob("part-*.npy"))
-    wanted, free = files.nbytes * min(2 + plan.keeps_start, plan.passes) - there, shutil.disk_usage(root).free
+    wanted, free = (
+        files.nbytes * min(2 + plan.keeps_start, plan.passes) - there,
+        shutil.disk_usage(root).free,
+    )
     if wanted > free:
         raise UserError(
-            f"The embedding needs {wanted / 1e9:,.1f} GB more in {root.parent}, where {free / 1e9:,.1f} GB are free. Make room, or use another run.dir."
+            f"The embedding needs {wanted / 1e9:,.1f} GB more in {root.parent}, where "
+            f"{free / 1e9:,.1f} GB are free. Make room, or use another run.dir."
         )
 
 
@@ -240,10 +295,18 @@ def _commit(root: Path, plan: Plan, found: Facts, final: Path) -> None:
     files = plan.files(root, plan.passes - 1)
     for path in files.folder.glob(f"{artifacts.TMP_PREFIX}*"):  # of killed workers
         path.unlink()
-    body = describe_parts(plan.step, plan.graph, files, {files.name(index): found[files.name(index)] for index in range(len(files))})
+    body = describe_parts(
+        plan.step,
+        plan.graph,
+        files,
+        {files.name(index): found[files.name(index)] for index in range(len(files))},
+    )
     if plan.nodes:
         shutil.copyfile(root / "nodes.npy", files.folder / "nodes.npy")
-        body |= {"nodes": "nodes.npy", "files": body["files"] | artifacts.describe_files(files.folder, ["nodes.npy"])}
+        body |= {
+            "nodes": "nodes.npy",
+            "files": body["files"] | artifacts.describe_files(files.folder, ["nodes.npy"]),
+        }
     artifacts.write_json(files.folder / artifacts.MANIFEST, body)
     artifacts.replace_dir(files.folder, final)
     shutil.rmtree(root, ignore_errors=True)
@@ -254,18 +317,33 @@ def nodes_digest(nodes: NDArray[np.int64]) -> str:
 
 
 def read_nodes(path: Path, num_nodes: int) -> NDArray[np.int64]:
-    """Node ids from a .npy of integers or a text file with one id on each line, in their order; repeats are allowed."""
+    """Node ids from a .npy of integers or a text file with one id on each line, in their order;
+    repeats are allowed.
+    """
     try:
-        ids = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.array([int(line) for line in path.read_text().split()], dtype=np.int64)
+        ids = (
+            np.load(path, allow_pickle=False)
+            if path.suffix == ".npy"
+            else np.array([int(line) for line in path.read_text().split()], dtype=np.int64)
+        )
     except FileNotFoundError:
-        raise UserError(f"Node file not found: {path}. Give a .npy of integers, or a text file with one node id on each line.") from None
+        raise UserError(
+            f"Node file not found: {path}. Give a .npy of integers, or a text file with one "
+            "node id on each line."
+        ) from None
     except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"Node file {path} cannot be read: {error}. Give a .npy of integers, or a text file with one node id on each line.") from None
+        raise UserError(
+            f"Node file {path} cannot be read: {error}. Give a .npy of integers, or a text file "
+            "with one node id on each line."
+        ) from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-        raise UserError(f"Node file {path} must hold a list of node ids; got {ids.dtype} of shape {ids.shape}.")
+        raise UserError(
+            f"Node file {path} must hold a list of node ids; got {ids.dtype} of shape {ids.shape}."
+        )
     bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
     if bad.size:
         raise UserError(
-            f"Node file {path}: {bad.size:,} of {ids.size:,} ids are outside the graph of {num_nodes:,} nodes, the first is {ids[bad[0]]} (entry {bad[0]})."
+            f"Node file {path}: {bad.size:,} of {ids.size:,} ids are outside the graph of "
+            f"{num_nodes:,} nodes, the first is {ids[bad[0]]} (entry {bad[0]})."
         )
     return ids.astype(np.int64)

@@ -10,12 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist.config import Config, DataConfig, ModelConfig, describe_objective, fingerprint, run_dir
+from cimage_dist.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    describe_objective,
+    fingerprint,
+    run_dir,
+)
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.controls import STEPS, choose, pagerank_features, principal_components, smooth_features
+from cimage_dist.eval.controls import (
+    STEPS,
+    choose,
+    pagerank_features,
+    principal_components,
+    smooth_features,
+)
 from cimage_dist.eval.links import PairScore, link_scores, model_scores, pick_score, row_scores
 from cimage_dist.eval.score import score_embedding
 from cimage_dist.io import artifacts
@@ -25,21 +38,36 @@ from cimage_dist.nn.norm import settle
 from cimage_dist.pipeline import stages
 from cimage_dist.types import LinkSplit, Topology
 
-NO_HOLDOUT = "trained on all edges, so no edge is left that training has not seen; train with data.holdout_edges=link"
+NO_HOLDOUT = (
+    "trained on all edges, so no edge is left that training has not seen; train with "
+    "data.holdout_edges=link"
+)
 FOREIGN = "an embedding from a file may have seen the held-out edges and brings no decoder"
 
 
 def as_graph(graph: Any, data: DataConfig) -> Graph:
-    """A Graph as it is; a torch_geometric Data is converted, its rows scaled as data.normalize says."""
+    """A Graph as it is; a torch_geometric Data is converted, its rows scaled as data.normalize
+    says.
+    """
     if isinstance(graph, Graph):
         return graph
     if not hasattr(graph, "edge_index"):
-        raise UserError(f"Expected a graph from open_graph or a torch_geometric Data; got {type(graph).__name__}. Try open_graph(name or folder).")
+        raise UserError(
+            "Expected a graph from open_graph or a torch_geometric Data; got "
+            f"{type(graph).__name__}. Try open_graph(name or folder)."
+        )
     return Graph.from_data(graph, normalize=data.normalize)
 
 
-def evaluate(z: Tensor | np.ndarray, graph: Any, cfg: Config | None = None, tasks: Sequence[str] = ("node", "cluster")) -> dict[str, Any]:
-    """Score any embedding matrix (row i is node i) on the labels and structure of a Graph or Data; numbers in percent."""
+def evaluate(
+    z: Tensor | np.ndarray,
+    graph: Any,
+    cfg: Config | None = None,
+    tasks: Sequence[str] = ("node", "cluster"),
+) -> dict[str, Any]:
+    """Score any embedding matrix (row i is node i) on the labels and structure of a Graph or Data;
+    numbers in percent.
+    """
     cfg = cfg or Config()
     graph = as_graph(graph, cfg.data)
     known = ("node", "link", "cluster")
@@ -57,13 +85,22 @@ def check_embedding(z: Tensor | np.ndarray, graph: Graph, where: str = "the embe
         if z.dtype.kind == "f":
             z = torch.as_tensor(z)
     if not isinstance(z, Tensor) or z.dim() != 2 or not z.is_floating_point():
-        raise UserError(f"{where} must be a matrix of floats [nodes, width]; got shape {list(z.shape)} of {z.dtype}. Row i must be node i.")
+        raise UserError(
+            f"{where} must be a matrix of floats [nodes, width]; got shape {list(z.shape)} of "
+            f"{z.dtype}. Row i must be node i."
+        )
     if z.shape[0] != graph.num_nodes:
-        raise UserError(f"{where} has {z.shape[0]:,} rows, but graph {graph.name!r} has {graph.num_nodes:,} nodes. Row i must be node i.")
+        raise UserError(
+            f"{where} has {z.shape[0]:,} rows, but graph {graph.name!r} has {graph.num_nodes:,} "
+            "nodes. Row i must be node i."
+        )
     finite = z.isfinite().all(dim=1)
     if not finite.all():
         rows = (~finite).nonzero().squeeze(-1)
-        raise UserError(f"{where} has NaN or infinite values in {rows.numel():,} rows (first: {rows[:5].tolist()}).")
+        raise UserError(
+            f"{where} has NaN or infinite values in {rows.numel():,} rows (first: "
+            f"{rows[:5].tolist()})."
+        )
     return z.float()
 
 
@@ -71,11 +108,18 @@ def load_embedding_file(path: Path, graph: Graph) -> Tensor:
     """A .npy matrix from anywhere."""
     try:
         with path.open("rb") as file:
-            return check_embedding(np.lib.format.read_array(file, allow_pickle=False), graph, f"Embedding file {path}")
+            return check_embedding(
+                np.lib.format.read_array(file, allow_pickle=False), graph, f"Embedding file {path}"
+            )
     except FileNotFoundError:
-        raise UserError(f"Embedding file not found: {path}. Give a matrix saved with numpy.save.") from None
+        raise UserError(
+            f"Embedding file not found: {path}. Give a matrix saved with numpy.save."
+        ) from None
     except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"Embedding file {path} cannot be read as a .npy matrix: {error}. Save it with numpy.save (no object arrays).") from None
+        raise UserError(
+            f"Embedding file {path} cannot be read as a .npy matrix: {error}. Save it with "
+            "numpy.save (no object arrays)."
+        ) from None
 
 
 def score_matrix(
@@ -88,14 +132,26 @@ def score_matrix(
 ) -> dict[str, Any]:
     """Scores of z [N, D] on the config's split of a graph; `num_clusters`: else the classes."""
     split, reason = stages.node_split_or_reason(graph, cfg)
-    scores = score_embedding(z, graph.labels(), split, topology, cfg.eval, cfg.run.seed, [t for t in tasks if t != "link"], num_clusters)
+    scores = score_embedding(
+        z,
+        graph.labels(),
+        split,
+        topology,
+        cfg.eval,
+        cfg.run.seed,
+        [t for t in tasks if t != "link"],
+        num_clusters,
+    )
     return scores | ({"node_reason": reason} if "node_reason" in scores and reason else {})
 
 
 def score_links(scores: Mapping[str, PairScore], links: LinkSplit) -> dict[str, Any]:
     """AUC and AP of the test edges by the score that ranks the validation edges best."""
     name, val = pick_score(scores, links)
-    return link_scores(scores[name], links.test_pos, links.test_neg) | {"scorer": name, "val_auc": val["auc"]}
+    return link_scores(scores[name], links.test_pos, links.test_neg) | {
+        "scorer": name,
+        "val_auc": val["auc"],
+    }
 
 
 def evaluate_run(
@@ -105,7 +161,8 @@ def evaluate_run(
     note: Callable[[str], None] = lambda text: None,
     num_clusters: int | None = None,
 ) -> dict[str, Any]:
-    """Score a run (or an embedding file under the same protocol) and write eval.json. Test data is read here and nowhere else.
+    """Score a run (or an embedding file under the same protocol) and write eval.json. Test data is
+    read here and nowhere else.
 
     `num_clusters` of the clustering scores; without it the number of classes.
     """
@@ -113,7 +170,9 @@ def evaluate_run(
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     tasks = ("node", "cluster")
     if embedding is not None:
-        result = score_matrix(load_embedding_file(embedding, graph), graph, topology, cfg, tasks, num_clusters) | {"link": None, "link_reason": FOREIGN}
+        result = score_matrix(
+            load_embedding_file(embedding, graph), graph, topology, cfg, tasks, num_clusters
+        ) | {"link": None, "link_reason": FOREIGN}
         return result | _facts(cfg, graph, links) | {"embedding": str(embedding)}
     run = RunDir(run_dir(cfg))
     model, saved = stages.load_model(cfg, graph)
@@ -122,7 +181,11 @@ def evaluate_run(
     note("scoring the embedding")
     z = stages.load_embeddings(run)
     result = score_matrix(z, graph, topology, cfg, tasks, num_clusters)
-    result |= {"link": score_links(model_scores(model, z), links)} if links else {"link": None, "link_reason": NO_HOLDOUT}
+    result |= (
+        {"link": score_links(model_scores(model, z), links)}
+        if links
+        else {"link": None, "link_reason": NO_HOLDOUT}
+    )
     if cfg.eval.controls:
         result["controls"] = {}
         for name, matrix, about in control_rows(cfg, graph, topology, model.encoder.cfg, note):
@@ -143,7 +206,8 @@ def control_rows(
     used: ModelConfig,
     note: Callable[[str], None],
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """(name, matrix [N, ·], what was chosen for it) of every control; `used` are our encoder's settings.
+    """(name, matrix [N, ·], what was chosen for it) of every control; `used` are our encoder's
+    settings.
 
     Hops and α are chosen on training and validation nodes, as `chosen_by` records.
     """
@@ -177,9 +241,23 @@ def best_controls(controls: dict[str, dict[str, Any]], width: int) -> dict[str, 
     known = {name: (c.get("node") or {}).get("pool") for name, c in controls.items()}
     scores = {name: value for name, value in known.items() if value is not None}
     narrow = {name: value for name, value in scores.items() if controls[name]["width"] <= width}
-    return {key: max(found, key=lambda name: found[name], default=None) for key, found in (("any", scores), ("same_width", narrow))}
+    return {
+        key: max(found, key=lambda name: found[name], default=None)
+        for key, found in (("any", scores), ("same_width", narrow))
+    }
 
 
 def _facts(cfg: Config, graph: Graph, links: LinkSplit | None) -> dict[str, Any]:
-    held = f"{cfg.data.link_val_ratio:.0%} and {cfg.data.link_test_ratio:.0%} of the edges were held out of training" if links else "trained on all edges"
-    return {"graph": graph.name, "fingerprint": fingerprint(cfg), "seed": cfg.run.seed, "edges": held, "objective": describe_objective(cfg)}
+    held = (
+        f"{cfg.data.link_val_ratio:.0%} and {cfg.data.link_test_ratio:.0%} of the edges were "
+        "held out of training"
+        if links
+        else "trained on all edges"
+    )
+    return {
+        "graph": graph.name,
+        "fingerprint": fingerprint(cfg),
+        "seed": cfg.run.seed,
+        "edges": held,
+        "objective": describe_objective(cfg),
+    }

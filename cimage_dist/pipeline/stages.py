@@ -1,4 +1,6 @@
-"""The stages behind the verbs. Each reads the previous stage's files from the run directory, writes its own, and skips finished work."""
+"""The stages behind the verbs. Each reads the previous stage's files from the run directory, writes
+its own, and skips finished work.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def changed_keys(a: Config, b: Config) -> list[str]:
 
 
 def science_changes(a: Config, b: Config) -> list[str]:
-    """Dotted keys by which two configs are different experiments; the fingerprint (and the seed) decides."""
+    """Dotted keys by which two configs are different experiments; the fingerprint (and the seed)
+    decides.
+    """
 
     def is_science(key: str) -> bool:
         mixed: Any = copy.deepcopy(a)
@@ -81,37 +85,58 @@ def science_changes(a: Config, b: Config) -> list[str]:
 def prepare_run(cfg: Config, graph: Graph) -> RunDir:
     """Create the run directory, or check that the existing one belongs to this config and graph.
 
-    More train.epochs than before continues the run; any other change of the science asks for another directory.
+    More train.epochs than before continues the run; any other change of the science asks for
+    another directory.
     """
     run = RunDir(run_dir(cfg))
     if run.config.is_file():
         old = load_config(run.config)
         is_longer = cfg.train.epochs > old.train.epochs
-        if keys := [key for key in science_changes(old, cfg) if not (key == "train.epochs" and is_longer)]:
+        if keys := [
+            key for key in science_changes(old, cfg) if not (key == "train.epochs" and is_longer)
+        ]:
             raise UserError(
-                f"{run.root} holds a run with other settings (different: {', '.join(keys)}). Choose another run.dir, or delete that folder to start afresh."
+                f"{run.root} holds a run with other settings (different: {', '.join(keys)}). "
+                "Choose another run.dir, or delete that folder to start afresh."
             )
         check_graph(run, graph)
     try:
         artifacts.write_text(run.config, to_yaml(cfg))
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"The run directory {run.root} cannot be made: a file is in its way. Choose another run.dir.") from None
+        raise UserError(
+            f"The run directory {run.root} cannot be made: a file is in its way. Choose another "
+            "run.dir."
+        ) from None
     if not run.environment.is_file():
-        facts = {"name": graph.name, "fingerprint": graph.fingerprint, "nodes": graph.num_nodes, "edges": graph.num_edges}
-        artifacts.write_json(run.environment, environment.describe() | {"graph": facts, "fingerprint": fingerprint(cfg)})
+        facts = {
+            "name": graph.name,
+            "fingerprint": graph.fingerprint,
+            "nodes": graph.num_nodes,
+            "edges": graph.num_edges,
+        }
+        artifacts.write_json(
+            run.environment,
+            environment.describe() | {"graph": facts, "fingerprint": fingerprint(cfg)},
+        )
     return run
 
 
 def check_graph(run: RunDir, graph: Graph) -> None:
     """The graph must be the one the run was trained on."""
     if run.environment.is_file():
-        known = artifacts.read_json(run.environment, "the run's environment record")["graph"]["fingerprint"]
+        known = artifacts.read_json(run.environment, "the run's environment record")["graph"][
+            "fingerprint"
+        ]
         if known != graph.fingerprint:
-            raise UserError(f"{run.root} was trained on another version of graph {graph.name!r}. Restore that graph, or delete the run and train again.")
+            raise UserError(
+                f"{run.root} was trained on another version of graph {graph.name!r}. Restore "
+                "that graph, or delete the run and train again."
+            )
 
 
 def discard_run(run: RunDir, cfg: Config) -> None:
-    """Forget a run that failed before its first checkpoint, so that mended settings may use the directory. Its metrics stay to be read.
+    """Forget a run that failed before its first checkpoint, so that mended settings may use the
+    directory. Its metrics stay to be read.
 
     A directory in which another process is training is left alone.
     """
@@ -125,7 +150,8 @@ def discard_run(run: RunDir, cfg: Config) -> None:
 
 
 def node_split_or_reason(graph: Graph, cfg: Config) -> tuple[NodeSplit | None, str]:
-    """The node split, or None and why there is none: labels are optional, and too few of them only cost the node scores.
+    """The node split, or None and why there is none: labels are optional, and too few of them only
+    cost the node scores.
 
     A split that was asked for by name or came with the data and cannot be had is an error.
     """
@@ -141,13 +167,22 @@ def node_split_or_reason(graph: Graph, cfg: Config) -> tuple[NodeSplit | None, s
 
 
 def save_splits(run: RunDir, cfg: Config, graph: Graph, links: LinkSplit | None) -> None:
-    """Record the node and edge splits as npy files; they follow from the config, the graph and the seed."""
+    """Record the node and edge splits as npy files; they follow from the config, the graph and the
+    seed.
+    """
     parts: dict[str, np.ndarray] = {}
     split, _ = node_split_or_reason(graph, cfg)
     if split is not None:
-        parts |= {"node_train": split.train.numpy(), "node_val": split.val.numpy(), "node_test": split.test.numpy()}
+        parts |= {
+            "node_train": split.train.numpy(),
+            "node_val": split.val.numpy(),
+            "node_test": split.test.numpy(),
+        }
     if links is not None:
-        parts |= {f"link_{name}": getattr(links, name).numpy() for name in ("val_pos", "val_neg", "test_pos", "test_neg")}
+        parts |= {
+            f"link_{name}": getattr(links, name).numpy()
+            for name in ("val_pos", "val_neg", "test_pos", "test_neg")
+        }
     if parts and not run.splits.is_dir():
         with artifacts.committed_dir(run.splits) as tmp:
             for name, value in parts.items():
@@ -166,7 +201,9 @@ class Outcome:
 
 @contextmanager
 def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
-    """Prepare the run directory, let the caller train into it, then write summary.json from the newest checkpoint."""
+    """Prepare the run directory, let the caller train into it, then write summary.json from the
+    newest checkpoint.
+    """
     is_new = not RunDir(run_dir(cfg)).config.is_file()
     run = prepare_run(cfg, graph)
     try:
@@ -211,9 +248,14 @@ def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
 
 
 def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
-    """Train in this process and write the run directory; a finished run is left alone. Returns the summary."""
+    """Train in this process and write the run directory; a finished run is left alone. Returns the
+    summary.
+    """
     graph = graph or open_graph(cfg.data)
-    with summarised(cfg, graph) as outcome, LocalSink(outcome.run, cfg.run, progress=progress) as sink:
+    with (
+        summarised(cfg, graph) as outcome,
+        LocalSink(outcome.run, cfg.run, progress=progress) as sink,
+    ):
         if outcome.first_step:
             progress.note(f"resuming {outcome.run.root} from step {outcome.first_step}")
         announce(cfg, graph, progress)
@@ -224,16 +266,22 @@ def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dic
 def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Checkpoint]:
     """The trained model of a run, with the checkpoint it came from.
 
-    The settings must be those of the training, else scores would be wrong in silence: with data.holdout_edges=link added afterwards,
-    link prediction would be scored on edges that were trained on. Only how to score (eval.*) and what to select may change.
+    The settings must be those of the training, else scores would be wrong in silence: with
+    data.holdout_edges=link added afterwards, link prediction would be scored on edges that were
+    trained on. Only how to score (eval.*) and what to select may change.
     """
     run = RunDir(run_dir(cfg))
     if not run.config.is_file():
         raise UserError(f"No run in {run.root}. Run `cimage pretrain` with the same config first.")
-    keys = [key for key in science_changes(load_config(run.config), cfg) if not key.startswith("eval.") and key not in ("train.epochs", "train.select")]
+    keys = [
+        key
+        for key in science_changes(load_config(run.config), cfg)
+        if not key.startswith("eval.") and key not in ("train.epochs", "train.select")
+    ]
     if keys:
         raise UserError(
-            f"{run.root} was trained with other settings (different: {', '.join(keys)}). Give those of the training ({run.config}), or another run.dir."
+            f"{run.root} was trained with other settings (different: {', '.join(keys)}). Give "
+            f"those of the training ({run.config}), or another run.dir."
         )
     check_graph(run, graph)
     saved = checkpoint.load_selected(run.checkpoints, cfg.train.select)
@@ -263,16 +311,20 @@ def embed(
     tick: Tick = lambda done, total: None,
     part_rows: int = PART_ROWS,
 ) -> Path:
-    """Write embeddings/part-00000.npy, ... (float32 [N, D], row i is node i) with a manifest; parquet beside them on request.
+    """Write embeddings/part-00000.npy, ... (float32 [N, D], row i is node i) with a manifest;
+    parquet beside them on request.
 
-    With a file of `nodes` only those, by sampled neighbourhoods, in a folder of their own. `execute` makes the parts, on other
-    machines perhaps; without it a graph of one part is embedded in memory.
+    With a file of `nodes` only those, by sampled neighbourhoods, in a folder of their own.
+    `execute` makes the parts, on other machines perhaps; without it a graph of one part is embedded
+    in memory.
     """
     graph = graph or open_graph(cfg.data)
     run = RunDir(run_dir(cfg))
     model, saved = load_model(cfg, graph)
     chosen = None if nodes is None else embedding.read_nodes(nodes, graph.num_nodes)
-    folder = run.embeddings if chosen is None else run.node_embeddings / embedding.nodes_digest(chosen)
+    folder = (
+        run.embeddings if chosen is None else run.node_embeddings / embedding.nodes_digest(chosen)
+    )
     if step_of(folder) == saved.step:
         note(f"embeddings of step {saved.step} are there already")
     elif execute is None and chosen is None and graph.num_nodes <= part_rows:
@@ -281,11 +333,15 @@ def embed(
         with artifacts.committed_dir(folder) as tmp:
             files = RowFiles(tmp, z.shape[0], z.shape[1], part_rows)
             files.write(0, [z])
-            body = describe_parts(saved.step, graph.fingerprint, files, artifacts.describe_files(tmp, [files.name(0)]))
+            body = describe_parts(
+                saved.step, graph.fingerprint, files, artifacts.describe_files(tmp, [files.name(0)])
+            )
             artifacts.write_json(tmp / artifacts.MANIFEST, body)
     else:
         execute = execute or embedding.here(cfg, graph)
-        embedding.make_embeddings(cfg, model, saved.step, graph, folder, execute, note, tick, chosen, part_rows)
+        embedding.make_embeddings(
+            cfg, model, saved.step, graph, folder, execute, note, tick, chosen, part_rows
+        )
     if parquet:
         add_parquet(folder)
     return folder

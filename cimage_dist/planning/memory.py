@@ -1,9 +1,11 @@
 """What must hold before money is spent; each message names the key.
 
-Memory of one worker, part by part. Parts of one phase are held together; phases follow one another, so the largest counts.
+Memory of one worker, part by part. Parts of one phase are held together; phases follow one another,
+so the largest counts.
 
-Sizes of tensors come from the played step (`play.py`), scaled by the rows of the real batch; the formulas here are for what a small run
-cannot show: arrays of N entries, queues, the refresh. The graph store is mapped and shared by all workers of a machine, and not counted.
+Sizes of tensors come from the played step (`play.py`), scaled by the rows of the real batch; the
+formulas here are for what a small run cannot show: arrays of N entries, queues, the refresh. The
+graph store is mapped and shared by all workers of a machine, and not counted.
 """
 
 from __future__ import annotations
@@ -25,12 +27,22 @@ from cimage_dist.train.initial import method_for
 _FEW_EDGES = 64
 _UNKNOWN_CLUSTERS = 20
 _MANY_VALUES = 10**9
-WHOLE_FEATURES = ("rdgae", "dinknet", "propagated")  # ways to initial labels that read all features at once
+WHOLE_FEATURES = (
+    "rdgae",
+    "dinknet",
+    "propagated",
+)  # ways to initial labels that read all features at once
 
 
 def num_clusters(cfg: Config, size: GraphSize) -> int:
-    """As `train/initial.py` counts them; where they are to be estimated from the graph, a number of the usual order."""
-    return cfg.cluster.num_clusters or (size.classes if cfg.cluster.num_clusters is None and size.classes >= 2 else _UNKNOWN_CLUSTERS)
+    """As `train/initial.py` counts them; where they are to be estimated from the graph, a number of
+    the usual order.
+    """
+    return cfg.cluster.num_clusters or (
+        size.classes
+        if cfg.cluster.num_clusters is None and size.classes >= 2
+        else _UNKNOWN_CLUSTERS
+    )
 
 
 def check(cfg: Config, size: GraphSize, edges: int) -> None:
@@ -43,29 +55,48 @@ def check(cfg: Config, size: GraphSize, edges: int) -> None:
 def _complaints(cfg: Config, size: GraphSize, edges: int) -> Iterator[str]:
     res, sampler, world = cfg.resources, cfg.sampler, cfg.resources.num_workers
     if edges // 2 < world:
-        yield f"resources.num_workers is {world:,}, but the graph has only {edges // 2:,} undirected edges to share out. Use fewer workers."
+        yield (
+            f"resources.num_workers is {world:,}, but the graph has only {edges // 2:,} "
+            "undirected edges to share out. Use fewer workers."
+        )
     if sampler.fanouts:
         if sampler.batch_edges < world:
             yield (
-                f"sampler.batch_edges is {sampler.batch_edges:,}, less than resources.num_workers ({world:,}): some workers would have nothing to do. Raise it."
+                f"sampler.batch_edges is {sampler.batch_edges:,}, less than "
+                f"resources.num_workers ({world:,}): some workers would have nothing to do. "
+                "Raise it."
             )
         if sampler.batch_edges > edges // 2:
-            yield f"sampler.batch_edges is {sampler.batch_edges:,}, more than the {edges // 2:,} undirected edges of the graph. Lower it."
+            yield (
+                f"sampler.batch_edges is {sampler.batch_edges:,}, more than the "
+                f"{edges // 2:,} undirected edges of the graph. Lower it."
+            )
         hops = reach(cfg.model)
         is_truncated = cfg.model.propagation == "gcn" and len(sampler.fanouts) < hops
         if len(sampler.fanouts) != hops and not is_truncated:
-            effect = "the outer layers would see no neighbours" if len(sampler.fanouts) < hops else "the last hops would be sampled for nothing"
+            effect = (
+                "the outer layers would see no neighbours"
+                if len(sampler.fanouts) < hops
+                else "the last hops would be sampled for nothing"
+            )
             yield (
-                f"sampler.fanouts has {len(sampler.fanouts)} hops, but model.num_layers={cfg.model.num_layers} and model.tail={str(cfg.model.tail).lower()} "
+                f"sampler.fanouts has {len(sampler.fanouts)} hops, but "
+                f"model.num_layers={cfg.model.num_layers} and "
+                f"model.tail={str(cfg.model.tail).lower()} "
                 f"reach {hops}: {effect}. Give {hops} fan-outs."
             )
         if sampler.loader_processes >= res.cpus_per_worker and sampler.loader_processes:
             yield (
-                f"sampler.loader_processes is {sampler.loader_processes}, and the training process needs a CPU too, but resources.cpus_per_worker is "
-                f"{res.cpus_per_worker}. Set resources.cpus_per_worker={sampler.loader_processes + 1} or more."
+                f"sampler.loader_processes is {sampler.loader_processes}, and the training "
+                "process needs a CPU too, but resources.cpus_per_worker is "
+                f"{res.cpus_per_worker}. Set "
+                f"resources.cpus_per_worker={sampler.loader_processes + 1} or more."
             )
     elif min(masked_edges(cfg, size.nodes, edges), cfg.train.batch_edges) < world:
-        yield f"train.batch_edges and mask.start_rate leave fewer masked edges in a step than resources.num_workers ({world:,}). Use fewer workers."
+        yield (
+            "train.batch_edges and mask.start_rate leave fewer masked edges in a step than "
+            f"resources.num_workers ({world:,}). Use fewer workers."
+        )
     if cfg.loss.uses_partition and cfg.ci.partition == "ci":
         yield from _label_complaints(cfg, size)
 
@@ -73,41 +104,73 @@ def _complaints(cfg: Config, size: GraphSize, edges: int) -> Iterator[str]:
 def _label_complaints(cfg: Config, size: GraphSize) -> Iterator[str]:
     clusters, ci = num_clusters(cfg, size), cfg.ci
     if ci.block_classes is not None and ci.block_size % ci.block_classes:
-        yield f"ci.block_classes is {ci.block_classes}, which does not divide ci.block_size ({ci.block_size})."
+        yield (
+            f"ci.block_classes is {ci.block_classes}, which does not divide ci.block_size "
+            f"({ci.block_size})."
+        )
     if ci.max_samples < 2 * clusters:
-        yield f"ci.max_samples is {ci.max_samples:,}: fewer than two for each of {clusters:,} clusters. Raise it."
+        yield (
+            f"ci.max_samples is {ci.max_samples:,}: fewer than two for each of {clusters:,} "
+            "clusters. Raise it."
+        )
 
 
 def advice(cfg: Config, size: GraphSize) -> list[str]:
     """What will run, but perhaps not as hoped."""
     found = []
     if cfg.resources.min_workers and cfg.resources.min_workers < cfg.resources.num_workers:
-        found.append(f"Elastic: batch and memory are those of the fewest workers, resources.min_workers={cfg.resources.min_workers:,}.")
+        found.append(
+            "Elastic: batch and memory are those of the fewest workers, "
+            f"resources.min_workers={cfg.resources.min_workers:,}."
+        )
     sampler, world, clusters = cfg.sampler, cfg.resources.num_workers, num_clusters(cfg, size)
     if not sampler.fanouts and world > 1:
-        found.append("Full-graph training gives the same numbers on every number of workers, but no speed: set sampler.fanouts to share out the work.")
+        found.append(
+            "Full-graph training gives the same numbers on every number of workers, but no "
+            "speed: set sampler.fanouts to share out the work."
+        )
     if sampler.fanouts and sampler.batch_edges % world:
-        found.append(f"sampler.batch_edges={sampler.batch_edges:,} is no multiple of {world:,} workers: some wait for those with one edge more.")
+        found.append(
+            f"sampler.batch_edges={sampler.batch_edges:,} is no multiple of {world:,} workers: "
+            "some wait for those with one edge more."
+        )
     if sampler.fanouts and world > 1 and sampler.batch_edges // world < _FEW_EDGES:
         found.append(
-            f"{sampler.batch_edges // world:,} edges per worker are little work between two reductions: raise sampler.batch_edges, or use fewer workers."
+            f"{sampler.batch_edges // world:,} edges per worker are little work between two "
+            "reductions: raise sampler.batch_edges, or use fewer workers."
         )
     if -1 in sampler.fanouts:
-        found.append("sampler.fanouts has -1 (all neighbours): a batch is then as large as its hubs make it; the sizes below use the mean degree.")
+        found.append(
+            "sampler.fanouts has -1 (all neighbours): a batch is then as large as its hubs make "
+            "it; the sizes below use the mean degree."
+        )
     if sampler.fanouts and cfg.resources.device == "cuda" and not sampler.loader_processes:
         found.append("sampler.loader_processes is 0: the GPU waits while batches are sampled.")
     if cfg.loss.uses_partition and cfg.ci.partition == "ci":
         if clusters > 20 and cfg.ci.block_classes is None:
-            found.append(f"ci.block_classes is unset with {clusters} clusters: most blocks hold few nodes of one class; 5 is advised.")
-        if cfg.ci.max_samples < 2 * cfg.ci.block_size * clusters:
-            found.append(f"ci.max_samples={cfg.ci.max_samples:,} is below twice a block for each cluster ({2 * cfg.ci.block_size * clusters:,}).")
-        method = method_for(cfg.cluster.init, size.nodes)
-        if method in WHOLE_FEATURES and cfg.data.feature_dtype == "float16" and size.nodes * size.features > _MANY_VALUES:
             found.append(
-                f"cluster.init={method} converts all features in every worker's memory: make the labels once with `cimage cluster` and set cluster.from."
+                f"ci.block_classes is unset with {clusters} clusters: most blocks hold few "
+                "nodes of one class; 5 is advised."
+            )
+        if cfg.ci.max_samples < 2 * cfg.ci.block_size * clusters:
+            found.append(
+                f"ci.max_samples={cfg.ci.max_samples:,} is below twice a block for each cluster "
+                f"({2 * cfg.ci.block_size * clusters:,})."
+            )
+        method = method_for(cfg.cluster.init, size.nodes)
+        if (
+            method in WHOLE_FEATURES
+            and cfg.data.feature_dtype == "float16"
+            and size.nodes * size.features > _MANY_VALUES
+        ):
+            found.append(
+                f"cluster.init={method} converts all features in every worker's memory: make "
+                "the labels once with `cimage cluster` and set cluster.from."
             )
     if cfg.data.holdout_edges == "link" and size.edges > 100_000_000:
-        found.append("data.holdout_edges=link makes a private copy of the training edges in every worker.")
+        found.append(
+            "data.holdout_edges=link makes a private copy of the training edges in every worker."
+        )
     return found
 
 
@@ -118,7 +181,9 @@ Phase = Literal["always", "step", "refresh", "set-up"]
 PROCESS_BYTES = 600_000_000  # an interpreter with torch, numba and Ray's worker
 LOADER_BYTES = 100_000_000  # what a forked loader process makes its own
 CUDA_BYTES = 1_500_000_000  # context, kernels and NCCL's buffers
-WORKING_COPIES = 6  # of the widest tensor, beside what is kept between the passes; near what single-threaded CPU steps peak at
+# of the widest tensor, beside what is kept between the passes; near what single-threaded CPU steps
+# peak at
+WORKING_COPIES = 6
 _PIECE_NODES = 2048  # nodes embedded at a time in a refresh (train/embedder.py)
 _GROUP_BLOCKS = 16  # HSIC blocks computed at a time (stats/hsic.py)
 _FIT_ROWS, _ASSIGN_ROWS = 100_000, 50_000  # of k-means for the initial labels (train/initial.py)
@@ -138,27 +203,63 @@ class Memory:
     def total(self, where: Where | None = None) -> int:
         """The largest phase on the device, on the host, or on both when they are the same."""
         mine = [part for part in self.parts if where in (None, part.where)]
-        phase = {name: sum(part.size for part in mine if part.phase == name) for name in ("always", "step", "refresh", "set-up")}
+        phase = {
+            name: sum(part.size for part in mine if part.phase == name)
+            for name in ("always", "step", "refresh", "set-up")
+        }
         return round(phase["always"] + max(phase["step"], phase["refresh"], phase["set-up"]))
 
 
-def estimate(cfg: Config, size: GraphSize, edges: int, rows: Rows, played: Played, use_cuda: bool) -> Memory:
+def estimate(
+    cfg: Config, size: GraphSize, edges: int, rows: Rows, played: Played, use_cuda: bool
+) -> Memory:
     parts = [
         Part("weights and buffers", "device", "always", played.model_bytes),
         Part("gradients", "device", "always", 4 * played.parameters),
         Part("Adam's two moments", "device", "always", 8 * played.parameters),
-        Part("gradient buckets", "device", "always", 4 * played.parameters if cfg.resources.num_workers > 1 else 0),
+        Part(
+            "gradient buckets",
+            "device",
+            "always",
+            4 * played.parameters if cfg.resources.num_workers > 1 else 0,
+        ),
         Part("CUDA context and NCCL (assumed)", "device", "always", CUDA_BYTES if use_cuda else 0),
-        Part("batch: features, messages, pairs", "device", "step", cfg.train.accumulate * played.batch.at(rows)),
+        Part(
+            "batch: features, messages, pairs",
+            "device",
+            "step",
+            cfg.train.accumulate * played.batch.at(rows),
+        ),
         Part("activations kept for backward", "device", "step", played.kept.at(rows)),
-        Part("working copies of both passes (assumed)", "device", "step", WORKING_COPIES * played.kept.widest_at(rows)),
+        Part(
+            "working copies of both passes (assumed)",
+            "device",
+            "step",
+            WORKING_COPIES * played.kept.widest_at(rows),
+        ),
         Part("process (assumed)", "host", "always", PROCESS_BYTES),
         *(_sampled(cfg, size, edges, rows) if cfg.sampler.fanouts else []),
-        *(_refresh(cfg, size, edges) if cfg.loss.uses_partition and cfg.ci.partition == "ci" else []),
-        Part("pseudo-labels of all nodes", "device", "always", 4 * size.nodes if cfg.loss.is_conditional else 0),
+        *(
+            _refresh(cfg, size, edges)
+            if cfg.loss.uses_partition and cfg.ci.partition == "ci"
+            else []
+        ),
+        Part(
+            "pseudo-labels of all nodes",
+            "device",
+            "always",
+            4 * size.nodes if cfg.loss.is_conditional else 0,
+        ),
     ]
     if cfg.data.holdout_edges == "link":
-        parts.append(Part("training edges without the held-out ones", "host", "always", 8 * (size.nodes + 1) + 4 * edges))
+        parts.append(
+            Part(
+                "training edges without the held-out ones",
+                "host",
+                "always",
+                8 * (size.nodes + 1) + 4 * edges,
+            )
+        )
     return Memory([part._replace(size=round(part.size)) for part in parts if part.size])
 
 
@@ -172,18 +273,38 @@ def _sampled(cfg: Config, size: GraphSize, edges: int, rows: Rows) -> list[Part]
     wide = np.dtype(cfg.data.feature_dtype).itemsize + 4  # as stored, and in single precision
     return [
         Part("edges before each row, int64", "host", "always", 8 * (size.nodes + 1)),
-        Part("sampler's 64-bit copy of the columns", "host", "always", 8 * edges if sampler.backend in ("pyg-lib", "torch-sparse") else 0),
-        Part("loader processes (assumed)", "host", "always", LOADER_BYTES * sampler.loader_processes),
-        Part("prefetched batches", "host", "step", batch * (sampler.loader_processes * sampler.prefetch + 1)),
+        Part(
+            "sampler's 64-bit copy of the columns",
+            "host",
+            "always",
+            8 * edges if sampler.backend in ("pyg-lib", "torch-sparse") else 0,
+        ),
+        Part(
+            "loader processes (assumed)", "host", "always", LOADER_BYTES * sampler.loader_processes
+        ),
+        Part(
+            "prefetched batches",
+            "host",
+            "step",
+            batch * (sampler.loader_processes * sampler.prefetch + 1),
+        ),
         Part("feature rows being read", "host", "step", nodes * size.features * wide),
     ]
 
 
 def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
-    """What conditional-independence scores need: labels of all nodes at the start, samples and statistics at a refresh (§7.4, §6.7)."""
-    world, width, ci = cfg.resources.num_workers, cfg.model.num_factors * cfg.model.factor_dim, cfg.ci
+    """What conditional-independence scores need: labels of all nodes at the start, samples and
+    statistics at a refresh (§7.4, §6.7).
+    """
+    world, width, ci = (
+        cfg.resources.num_workers,
+        cfg.model.num_factors * cfg.model.factor_dim,
+        cfg.ci,
+    )
     sample, bank = refresh_rows(cfg, size)
-    own = slices(min(2 * ci.max_samples, size.nodes) if cfg.sampler.fanouts else size.nodes, world)[1]
+    own = slices(min(2 * ci.max_samples, size.nodes) if cfg.sampler.fanouts else size.nodes, world)[
+        1
+    ]
     if cfg.sampler.fanouts:
         nodes, _ = neighbourhood(min(_PIECE_NODES, own), cfg.sampler.fanouts, size.nodes, edges)
         embedding = 4 * sum(nodes) * (size.features + 3 * width)
@@ -194,25 +315,53 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
     averaged = 8 * score_width(cfg) ** 2 if ci.average else 0
     fitted = min(size.nodes / world, _FIT_ROWS if size.nodes <= _FIT_ROWS else _ASSIGN_ROWS)
     return [
-        Part("labels and confidence of all nodes", "host", "set-up" if cfg.sampler.fanouts else "always", 24 * size.nodes),
-        Part("edges before each row, for the first encoder", "host", "set-up", 8 * size.nodes if method == "selfkmeans" and cfg.sampler.fanouts else 0),
+        Part(
+            "labels and confidence of all nodes",
+            "host",
+            "set-up" if cfg.sampler.fanouts else "always",
+            24 * size.nodes,
+        ),
+        Part(
+            "edges before each row, for the first encoder",
+            "host",
+            "set-up",
+            8 * size.nodes if method == "selfkmeans" and cfg.sampler.fanouts else 0,
+        ),
         Part("rows clustered at a time", "host", "set-up", 12 * fitted * width),
-        Part("all features in single precision", "host", "set-up", 4 * size.nodes * size.features if is_converted else 0),
-        Part("smoothed columns, and rows made of them", "host", "set-up", 8 * size.nodes * size.features / world if method in WHOLE_FEATURES else 0),
+        Part(
+            "all features in single precision",
+            "host",
+            "set-up",
+            4 * size.nodes * size.features if is_converted else 0,
+        ),
+        Part(
+            "smoothed columns, and rows made of them",
+            "host",
+            "set-up",
+            8 * size.nodes * size.features / world if method in WHOLE_FEATURES else 0,
+        ),
         Part("embedding the sample", "device", "refresh", embedding),
         Part("own rows of h and z", "host", "refresh", 8 * own * width),
         Part("gathered sample, three copies", "host", "refresh", 12 * sample * width),
         Part("gathered bank, three copies", "host", "refresh", 12 * bank * width),
         Part("averaged HSIC statistics", "host", "always", averaged),
         Part(
-            "HSIC statistics and solver", "host", "refresh", 8 * 8 * score_width(cfg) ** 2 + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * score_width(cfg)
+            "HSIC statistics and solver",
+            "host",
+            "refresh",
+            8 * 8 * score_width(cfg) ** 2
+            + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * score_width(cfg),
         ),
     ]
 
 
 def refresh_rows(cfg: Config, size: GraphSize) -> tuple[int, int]:
-    """Rows of all ranks together that a refresh gathers: the sample of the scores, and the bank of the growth."""
-    return min(cfg.ci.max_samples, size.nodes), min(cfg.cluster.bank_size, size.nodes) if cfg.cluster.growth == "any" else 0
+    """Rows of all ranks together that a refresh gathers: the sample of the scores, and the bank of
+    the growth.
+    """
+    return min(cfg.ci.max_samples, size.nodes), min(
+        cfg.cluster.bank_size, size.nodes
+    ) if cfg.cluster.growth == "any" else 0
 
 
 def score_width(cfg: Config) -> int:

@@ -1,6 +1,8 @@
-"""One process that plays one rank of a large world: collectives answer at once, as if every rank held what this one holds, and are recorded.
+"""One process that plays one rank of a large world: collectives answer at once, as if every rank
+held what this one holds, and are recorded.
 
-A few real training steps of one rank on a small made-up graph: which collectives they need and what they keep in memory.
+A few real training steps of one rank on a small made-up graph: which collectives they need and what
+they keep in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def call_of(operation: str, x: Tensor) -> Call:
 
 
 class FakeComm(Comm):
-    """Rank `rank` of `world_size` equal ranks: a sum is `world_size` times the input, a gather repeats it. Results have the right shapes and types.
+    """Rank `rank` of `world_size` equal ranks: a sum is `world_size` times the input, a gather
+    repeats it. Results have the right shapes and types.
 
     `group` is the one-process group that DistributedDataParallel asks for.
     """
@@ -91,7 +94,9 @@ class FakeComm(Comm):
 
 
 def record_gradients(wrapped: nn.Module, calls: list[Call]) -> None:
-    """Note every bucket of gradients that DistributedDataParallel would reduce, and leave it as it is."""
+    """Note every bucket of gradients that DistributedDataParallel would reduce, and leave it as it
+    is.
+    """
     assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
 
     def done(bucket: Any) -> torch.futures.Future[Tensor]:
@@ -100,7 +105,8 @@ def record_gradients(wrapped: nn.Module, calls: list[Call]) -> None:
         future.set_result(bucket.buffer())
         return future
 
-    # A lambda, because DistributedDataParallel reads annotations and does not resolve postponed ones.
+    # A lambda, because DistributedDataParallel reads annotations and does not resolve postponed
+    # ones.
     wrapped.register_comm_hook(None, lambda state, bucket: done(bucket))
 
 
@@ -122,14 +128,19 @@ SECOND = ", second view"
 
 _SEED = 0
 _FULL_NODES, _SAMPLED_NODES, _DEGREE = 500, 4000, 16
-_EDGES_PER_RANK = 5  # few enough that the hops of a sampled batch have different sizes on so small a graph
-# A refresh falls before the first and before the fifth step: the third is a plain one, the fifth has the refresh beside it.
+_EDGES_PER_RANK = (
+    5  # few enough that the hops of a sampled batch have different sizes on so small a graph
+)
+# A refresh falls before the first and before the fifth step: the third is a plain one, the fifth
+# has the refresh beside it.
 _REFRESH_EVERY, _PLAIN, _REFRESHED, _STEPS = 4, 3, 5, 6
 
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes per row of tensors by what their rows are (a key of `Rows`): all together, and of the widest. `constant`: of tensors without such rows."""
+    """Bytes per row of tensors by what their rows are (a key of `Rows`): all together, and of the
+    widest. `constant`: of tensors without such rows.
+    """
 
     per_row: Mapping[str, float]
     widest: Mapping[str, float]
@@ -144,7 +155,9 @@ class RowBytes:
 
 @dataclass(frozen=True)
 class Played:
-    """What the played rank did. `step` and `refresh`: collectives of a plain step and of a refresh; `kept`: tensors saved between the passes."""
+    """What the played rank did. `step` and `refresh`: collectives of a plain step and of a refresh;
+    `kept`: tensors saved between the passes.
+    """
 
     parameters: int
     model_bytes: int
@@ -156,12 +169,19 @@ class Played:
 
 
 def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Played:
-    """Play rank 0, which does all that others do and hands out the labels. `rows`: the real sizes, which decide between kinds of equal size."""
+    """Play rank 0, which does all that others do and hands out the labels. `rows`: the real sizes,
+    which decide between kinds of equal size.
+    """
     world = cfg.resources.num_workers
     small = _small(cfg, num_clusters)
-    graph = _graph(max(_SAMPLED_NODES if cfg.sampler.fanouts else _FULL_NODES, 2 * world), num_features, num_clusters)
+    graph = _graph(
+        max(_SAMPLED_NODES if cfg.sampler.fanouts else _FULL_NODES, 2 * world),
+        num_features,
+        num_clusters,
+    )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), fake_comm(world) as comm:
-        # Torch's remarks on how it is called belong to a real run, and scores of a made-up graph mean nothing.
+        # Torch's remarks on how it is called belong to a real run, and scores of a made-up graph
+        # mean nothing.
         for kind in (FutureWarning, RuntimeWarning):
             warnings.simplefilter("ignore", kind)
         cuts = _collectives(small, graph, num_clusters, comm)
@@ -171,7 +191,15 @@ def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Playe
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     saved, _ = trainer.state()
     refresh = list((Counter(cuts[_REFRESHED - 1]) - Counter(cuts[_PLAIN - 1])).elements())
-    return Played(parameters, _bytes(tensors), _bytes(saved.values()), [*cuts[_PLAIN - 1], *gradients], refresh, batch, kept)
+    return Played(
+        parameters,
+        _bytes(tensors),
+        _bytes(saved.values()),
+        [*cuts[_PLAIN - 1], *gradients],
+        refresh,
+        batch,
+        kept,
+    )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -184,11 +212,21 @@ def _small(cfg: Config, num_clusters: int) -> Config:
     return replace(
         cfg,
         data=replace(cfg.data, holdout_edges="none"),
-        sampler=replace(cfg.sampler, batch_edges=_EDGES_PER_RANK * world, loader_processes=0, backend="csr"),
+        sampler=replace(
+            cfg.sampler, batch_edges=_EDGES_PER_RANK * world, loader_processes=0, backend="csr"
+        ),
         cluster=replace(cfg.cluster, num_clusters=num_clusters),
         # Which solver and penalty makes no difference to what is sent; this one is quick.
-        ci=replace(cfg.ci, every_steps=_REFRESH_EVERY, diagnose_every=2, solver="nnlasso", lam=1e-3),
-        train=replace(cfg.train, epochs=_STEPS * cfg.train.accumulate, batch_edges=2**31, validate_every=0, select="last"),
+        ci=replace(
+            cfg.ci, every_steps=_REFRESH_EVERY, diagnose_every=2, solver="nnlasso", lam=1e-3
+        ),
+        train=replace(
+            cfg.train,
+            epochs=_STEPS * cfg.train.accumulate,
+            batch_edges=2**31,
+            validate_every=0,
+            select="last",
+        ),
         run=replace(cfg.run, checkpoint_every=2**31, log_every=2**31),
         resources=replace(cfg.resources, device="cpu", compile=False, threads=0),
     )
@@ -203,15 +241,22 @@ def _graph(num_nodes: int, num_features: int, num_classes: int) -> Graph:
 
 
 class _PlanSink(MemorySink):
-    """Hands out made-up initial labels, notes which collectives belong to which step, and asks to stop after a few."""
+    """Hands out made-up initial labels, notes which collectives belong to which step, and asks to
+    stop after a few.
+    """
 
     def __init__(self, comm: FakeComm, num_nodes: int, num_clusters: int) -> None:
         super().__init__()
         self.comm = comm
-        self.stored["pseudo-labels"] = {"labels": torch.arange(num_nodes) % max(num_clusters, 2), "confidence": torch.ones(num_nodes, dtype=torch.float64)}
+        self.stored["pseudo-labels"] = {
+            "labels": torch.arange(num_nodes) % max(num_clusters, 2),
+            "confidence": torch.ones(num_nodes, dtype=torch.float64),
+        }
         self.cuts: list[list[Call]] = []
 
-    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+    def tick(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None:
         self.cuts.append(list(self.comm.calls))
         self.comm.calls.clear()
 
@@ -227,8 +272,12 @@ def _collectives(cfg: Config, graph: Graph, num_clusters: int, comm: FakeComm) -
     return sink.cuts
 
 
-def _one_step(trainer: Trainer, rows: Rows, num_clusters: int) -> tuple[list[Call], RowBytes, RowBytes]:
-    """Gradient buckets of a settled step, the tensors of its batch, and what its forward pass keeps for the backward pass."""
+def _one_step(
+    trainer: Trainer, rows: Rows, num_clusters: int
+) -> tuple[list[Call], RowBytes, RowBytes]:
+    """Gradient buckets of a settled step, the tensors of its batch, and what its forward pass keeps
+    for the backward pass.
+    """
     if trainer.cfg.loss.uses_partition:
         trainer.scores = random_scores(trainer.cfg.model.num_factors, _SEED)
     if trainer.cfg.loss.is_conditional:
@@ -238,7 +287,9 @@ def _one_step(trainer: Trainer, rows: Rows, num_clusters: int) -> tuple[list[Cal
     if trainer.comm.world > 1:
         record_gradients(trainer.wrapped, gradients)
     batches = trainer.remaining()
-    trainer.advance(next(batches))  # after it the buckets are built anew, in the order in which gradients came
+    trainer.advance(
+        next(batches)
+    )  # after it the buckets are built anew, in the order in which gradients came
     gradients.clear()
     batch = next(batches)[0]
     kept: dict[int, Tensor] = {}
@@ -250,7 +301,10 @@ def _one_step(trainer: Trainer, rows: Rows, num_clusters: int) -> tuple[list[Cal
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         trainer.advance([batch])
     own = batch_tensors(batch)
-    elsewhere = {t.untyped_storage().data_ptr() for t in [*trainer.model.parameters(), *trainer.model.buffers(), *own]}
+    elsewhere = {
+        t.untyped_storage().data_ptr()
+        for t in [*trainer.model.parameters(), *trainer.model.buffers(), *own]
+    }
     played = rows_of(batch)
     made = [tensor for pointer, tensor in kept.items() if pointer not in elsewhere]
     return gradients, _by_row(own, played, rows), _by_row(made, played, rows)
@@ -277,8 +331,14 @@ def batch_tensors(batch: StepBatch) -> list[Tensor]:
 
 
 def rows_of(batch: StepBatch) -> Rows:
-    """How many rows tensors of each kind have. With hops the kinds are numbered by the distance from a seed up to which they reach."""
-    rows: Rows = {"pairs": batch.pairs.shape[0], "positives": batch.num_pos, "endpoints": batch.nodes.numel()}
+    """How many rows tensors of each kind have. With hops the kinds are numbered by the distance
+    from a seed up to which they reach.
+    """
+    rows: Rows = {
+        "pairs": batch.pairs.shape[0],
+        "positives": batch.num_pos,
+        "endpoints": batch.nodes.numel(),
+    }
     second = batch.second
     if batch.hops is None:
         own_edges = 0 if batch.modularity is None else batch.modularity.src.numel()
@@ -296,12 +356,20 @@ def rows_of(batch: StepBatch) -> Rows:
 
 def hop_rows(nodes: Iterable[float], messages: Iterable[float], view: str = "") -> Rows:
     """Rows up to each distance from a seed; `view`: what is added to the names of the kinds."""
-    near = {f"nodes within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(nodes)))}
-    return near | {f"messages within {depth}{view}": float(total) for depth, total in enumerate(np.cumsum(list(messages)))}
+    near = {
+        f"nodes within {depth}{view}": float(total)
+        for depth, total in enumerate(np.cumsum(list(nodes)))
+    }
+    return near | {
+        f"messages within {depth}{view}": float(total)
+        for depth, total in enumerate(np.cumsum(list(messages)))
+    }
 
 
 def _by_row(tensors: Iterable[Tensor], played: Rows, real: Rows) -> RowBytes:
-    """Sort tensors by the length of their first dimension; of several kinds of the same length the one that is largest in reality counts."""
+    """Sort tensors by the length of their first dimension; of several kinds of the same length the
+    one that is largest in reality counts.
+    """
     per_row: dict[str, float] = {}
     widest: dict[str, float] = {}
     constant = 0.0
@@ -309,7 +377,9 @@ def _by_row(tensors: Iterable[Tensor], played: Rows, real: Rows) -> RowBytes:
         size = tensor.untyped_storage().nbytes()
         length = tensor.shape[0] if tensor.dim() else 0
         # Row pointers have one entry more than rows.
-        kinds = [kind for kind, count in played.items() if count > 1 and length in (count, count + 1)]
+        kinds = [
+            kind for kind, count in played.items() if count > 1 and length in (count, count + 1)
+        ]
         if kinds:
             kind = max(kinds, key=lambda name: real[name])
             per_row[kind] = per_row.get(kind, 0.0) + size / length

@@ -32,26 +32,48 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 
 def _size_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    graph, steps, batch, model, needs = (plan[name] for name in ("graph", "steps", "batch", "model", "resources"))
+    graph, steps, batch, model, needs = (
+        plan[name] for name in ("graph", "steps", "batch", "model", "resources")
+    )
     low, high = steps["edges_per_worker"]
     gpus = f"{needs['gpus']:,} GPUs, " if needs["gpus"] else ""
     return [
         (
             "graph",
-            f"{graph['name']}: {graph['nodes']:,} nodes, {graph['undirected_edges']:,} undirected edges, {graph['features']:,} features ({graph['from']})",
+            f"{graph['name']}: {graph['nodes']:,} nodes, {graph['undirected_edges']:,} "
+            f"undirected edges, {graph['features']:,} features ({graph['from']})",
         ),
-        ("store", f"{readable(graph['store_bytes'])} on every machine, mapped once and shared by its workers"),
+        (
+            "store",
+            f"{readable(graph['store_bytes'])} on every machine, mapped once and shared by its "
+            "workers",
+        ),
         ("needs", f"{needs['workers']:,} workers: {gpus}{needs['cpus']:,} CPUs"),
         ("global batch", f"{steps['global_batch_edges']:,} edges; {low:,} to {high:,} per worker"),
-        ("steps", f"{steps['total_steps']:,} of {steps['batches_per_step']:,} batches each; {steps['batches_per_epoch']:,} batches per epoch"),
-        ("mini-batch", f"{batch['nodes']:,} nodes, {batch['messages']:,} messages, {batch['pairs']:,} pairs per worker ({batch['found_by']})"),
-        ("model", f"{model['parameters']:,} parameters; a checkpoint takes {readable(model['checkpoint_bytes'])}"),
+        (
+            "steps",
+            f"{steps['total_steps']:,} of {steps['batches_per_step']:,} batches each; "
+            f"{steps['batches_per_epoch']:,} batches per epoch",
+        ),
+        (
+            "mini-batch",
+            f"{batch['nodes']:,} nodes, {batch['messages']:,} messages, {batch['pairs']:,} "
+            f"pairs per worker ({batch['found_by']})",
+        ),
+        (
+            "model",
+            f"{model['parameters']:,} parameters; a checkpoint takes "
+            f"{readable(model['checkpoint_bytes'])}",
+        ),
     ]
 
 
 def _communication_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
     step, refresh = plan["step_collectives"], plan["refresh"]
-    per_step = f"{step['number']} collectives, {readable(step['bytes_reduced'])} reduced; {readable(step['bytes_sent_per_rank'])} sent per rank in a ring"
+    per_step = (
+        f"{step['number']} collectives, {readable(step['bytes_reduced'])} reduced; "
+        f"{readable(step['bytes_sent_per_rank'])} sent per rank in a ring"
+    )
     lines = [("each step", per_step)]
     redundancy = plan["redundancy"]
     if redundancy:
@@ -63,8 +85,11 @@ def _communication_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("redundancy", text))
     if refresh:
         text = (
-            f"every {refresh['every_steps']:,} steps ({plan['steps']['refreshes']:,} times): about {refresh['collectives']} collectives, {readable(refresh['bytes_reduced'])} reduced, "
-            f"{readable(refresh['bytes_gathered'])} gathered; {refresh['nodes_embedded_per_worker']:,} nodes embedded per worker, "
+            f"every {refresh['every_steps']:,} steps ({plan['steps']['refreshes']:,} times): "
+            f"about {refresh['collectives']} collectives, {readable(refresh['bytes_reduced'])} "
+            "reduced, "
+            f"{readable(refresh['bytes_gathered'])} gathered; "
+            f"{refresh['nodes_embedded_per_worker']:,} nodes embedded per worker, "
             f"{refresh['flops_all_workers'] / 1e9:,.1f} GFLOP of products over all workers"
         )
         lines.append(("refresh", text))
@@ -76,10 +101,25 @@ def _memory_table(memory: dict[str, Any]) -> Table:
     table = Table("memory of one worker", "where", "when", "size", box=None, pad_edge=False)
     table.columns[-1].justify = "right"
     for part in memory["parts"]:
-        table.add_row(part["name"], part["where"] if is_split else "memory", part["phase"], readable(part["size"]))
+        table.add_row(
+            part["name"],
+            part["where"] if is_split else "memory",
+            part["phase"],
+            readable(part["size"]),
+        )
     if is_split:
-        table.add_row("[bold]most at a time[/bold]", "device", "", f"[bold]{readable(memory['device_bytes'])}[/bold]")
-    table.add_row("[bold]most at a time[/bold]", "host" if is_split else "memory", "", f"[bold]{readable(memory['host_bytes'])}[/bold]")
+        table.add_row(
+            "[bold]most at a time[/bold]",
+            "device",
+            "",
+            f"[bold]{readable(memory['device_bytes'])}[/bold]",
+        )
+    table.add_row(
+        "[bold]most at a time[/bold]",
+        "host" if is_split else "memory",
+        "",
+        f"[bold]{readable(memory['host_bytes'])}[/bold]",
+    )
     return table
 
 
@@ -88,7 +128,9 @@ def _collectives_table(step: dict[str, Any]) -> Table:
     for column in table.columns[2:]:
         column.justify = "right"
     for call in step["calls"]:
-        table.add_row(call["operation"], call["dtype"], str(call["times"]), readable(call["bytes_each"]))
+        table.add_row(
+            call["operation"], call["dtype"], str(call["times"]), readable(call["bytes_each"])
+        )
     if not step["calls"]:
         table.add_row("none: one worker", "", "", "")
     return table

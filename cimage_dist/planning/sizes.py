@@ -1,6 +1,8 @@
-"""How large a graph is, without reading it: from its store's manifest, from the settings of a generated graph, or as published.
+"""How large a graph is, without reading it: from its store's manifest, from the settings of a
+generated graph, or as published.
 
-How large one rank's share of a step is: read from the store where that is quick, else bounded by the fan-outs.
+How large one rank's share of a step is: read from the store where that is quick, else bounded by
+the fan-outs.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from cimage_dist.sampling.loader import BatchSource
 from cimage_dist.sampling.masking import most_masked
 from cimage_dist.sampling.seeds import rank_slice
 
-# name -> nodes, directed edges (both directions counted), features, classes. For the two largest the edges are the published number
-# doubled: what ingest merges is not known before it has run, so this is an upper bound.
+# name -> nodes, directed edges (both directions counted), features, classes. For the two largest
+# the edges are the published number doubled: what ingest merges is not known before it has run, so
+# this is an upper bound.
 PUBLISHED = {
     "digits": (1_797, 24_680, 64, 10),
     "forum": (2_000, 19_884, 2_000, 6),
@@ -43,7 +46,9 @@ _INT32_NODES = 2**31
 
 @dataclass(frozen=True)
 class GraphSize:
-    """`edges` counts both directions; `store_bytes` is what every machine keeps on disk once, mapped by all its workers."""
+    """`edges` counts both directions; `store_bytes` is what every machine keeps on disk once,
+    mapped by all its workers.
+    """
 
     nodes: int
     edges: int
@@ -56,7 +61,10 @@ class GraphSize:
 
 def graph_size(data: DataConfig) -> GraphSize:
     if data.path and is_url(data.path):
-        raise UserError(f"data.path is the URL {data.path}; a plan reads sizes from a local disk. Point data.path at a local copy of the store.")
+        raise UserError(
+            f"data.path is the URL {data.path}; a plan reads sizes from a local disk. Point "
+            "data.path at a local copy of the store."
+        )
     given = Path(data.path) if data.path else None
     is_store = given is not None and (given / artifacts.MANIFEST).is_file()
     store = given if given is not None and is_store else store_path(data)
@@ -64,19 +72,42 @@ def graph_size(data: DataConfig) -> GraphSize:
         manifest = read_manifest(store)
         counts = manifest["counts"]
         stored = sum(facts["bytes"] for facts in manifest["files"].values())
-        return GraphSize(counts["nodes"], counts["edges"], counts["features"], counts["classes"], stored, f"store {store}", store)
+        return GraphSize(
+            counts["nodes"],
+            counts["edges"],
+            counts["features"],
+            counts["classes"],
+            stored,
+            f"store {store}",
+            store,
+        )
     if given is not None:
-        raise UserError(f"data.path={data.path} has not been ingested, so its size is not known. Run `cimage ingest` with the same data settings first.")
+        raise UserError(
+            f"data.path={data.path} has not been ingested, so its size is not known. Run "
+            "`cimage ingest` with the same data settings first."
+        )
     if data.name == "sbm":
         sbm = data.sbm
         edges = 2 * max(1, round(sbm.num_nodes * sbm.avg_degree / 2))
-        nodes, features, classes, origin = sbm.num_nodes, sbm.label_features + sbm.nuisance_features, sbm.num_blocks, "data.sbm (at most: repeated edges merge)"
+        nodes, features, classes, origin = (
+            sbm.num_nodes,
+            sbm.label_features + sbm.nuisance_features,
+            sbm.num_blocks,
+            "data.sbm (at most: repeated edges merge)",
+        )
     else:
         nodes, edges, features, classes = PUBLISHED[data.name]
         origin = "published size; no store on disk"
     if data.features != "given":
         features = 2 if data.features == "degree" else data.made_features
-    return GraphSize(nodes, edges, features, classes, _store_bytes(nodes, edges, features, data.feature_dtype), origin)
+    return GraphSize(
+        nodes,
+        edges,
+        features,
+        classes,
+        _store_bytes(nodes, edges, features, data.feature_dtype),
+        origin,
+    )
 
 
 def training_edges(size: GraphSize, data: DataConfig) -> int:
@@ -84,13 +115,24 @@ def training_edges(size: GraphSize, data: DataConfig) -> int:
     if data.holdout_edges == "none":
         return size.edges
     undirected = size.edges // 2
-    return 2 * (undirected - round(data.link_val_ratio * undirected) - round(data.link_test_ratio * undirected))
+    return 2 * (
+        undirected
+        - round(data.link_val_ratio * undirected)
+        - round(data.link_test_ratio * undirected)
+    )
 
 
 def _store_bytes(nodes: int, edges: int, features: int, dtype: str) -> int:
     """indptr, indices, x, y, three masks, moments: the files that `graph/write.py` makes."""
     index = 4 if nodes < _INT32_NODES else 8
-    return 8 * (nodes + 1) + index * edges + nodes * features * np.dtype(dtype).itemsize + 8 * nodes + 3 * nodes + 4 * (features * features + 2 * features)
+    return (
+        8 * (nodes + 1)
+        + index * edges
+        + nodes * features * np.dtype(dtype).itemsize
+        + 8 * nodes
+        + 3 * nodes
+        + 4 * (features * features + 2 * features)
+    )
 
 
 _READ_UP_TO_NODES = 5_000_000  # beyond, the pass over all rows that numbers the edges takes minutes
@@ -102,11 +144,17 @@ def slices(total: int, world: int) -> tuple[int, int]:
     return total // world, end - begin
 
 
-def rows_per_step(cfg: Config, size: GraphSize, edges: int, batches_per_epoch: int) -> tuple[Rows, str]:
-    """Rows by kind (as `play.rows_of`) of the rank with the largest share, and how they were found. `edges`: directed edges in training."""
+def rows_per_step(
+    cfg: Config, size: GraphSize, edges: int, batches_per_epoch: int
+) -> tuple[Rows, str]:
+    """Rows by kind (as `play.rows_of`) of the rank with the largest share, and how they were found.
+    `edges`: directed edges in training.
+    """
     world = cfg.resources.num_workers
     if not cfg.sampler.fanouts:
-        return _full_graph_rows(cfg, size, edges, batches_per_epoch), "the whole graph on every worker"
+        return _full_graph_rows(
+            cfg, size, edges, batches_per_epoch
+        ), "the whole graph on every worker"
     share = slices(cfg.sampler.batch_edges, world)[1]
     has_negatives, has_second = cfg.loss.structure_weight > 0, cfg.loss.redundancy_weight > 0
     pairs = (1.0 + has_negatives) * share
@@ -119,11 +167,15 @@ def rows_per_step(cfg: Config, size: GraphSize, edges: int, batches_per_epoch: i
     return rows, "a bound: every node has as many neighbours as the fan-out asks for"
 
 
-def neighbourhood(seeds: float, fanouts: list[int], num_nodes: int, edges: int) -> tuple[list[float], list[float]]:
-    """(new nodes of each hop, messages into each hop), of `seeds` drawn nodes, when each has `fanout` neighbours (-1: the mean degree) drawn evenly.
+def neighbourhood(
+    seeds: float, fanouts: list[int], num_nodes: int, edges: int
+) -> tuple[list[float], list[float]]:
+    """(new nodes of each hop, messages into each hop), of `seeds` drawn nodes, when each has
+    `fanout` neighbours (-1: the mean degree) drawn evenly.
 
-    k draws among N nodes meet N·(1 - exp(-k/N)) different ones. Real neighbours repeat more often, and many nodes have fewer than
-    the fan-out: both make real batches smaller. With fan-out -1 hubs make them larger.
+    k draws among N nodes meet N·(1 - exp(-k/N)) different ones. Real neighbours repeat more often,
+    and many nodes have fewer than the fan-out: both make real batches smaller. With fan-out -1 hubs
+    make them larger.
     """
     drawn, found = seeds, num_nodes * -math.expm1(-seeds / num_nodes)
     nodes, messages = [found], []

@@ -1,4 +1,5 @@
-"""Dink-Net (§6.4): an encoder that learns to tell nodes from shuffled ones, then centres that shrink towards nodes and repel each other.
+"""Dink-Net (§6.4): an encoder that learns to tell nodes from shuffled ones, then centres that
+shrink towards nodes and repel each other.
 
 Shapes: N nodes, F features, D width, C clusters, n rows of this rank.
 """
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.nn.features import Features
-from cimage_dist.pseudo.dinknet_model import Batch, DinkNet, Nodes, clustering_loss, discrimination_loss, masked_columns, project_to_ball
+from cimage_dist.pseudo.dinknet_model import (
+    Batch,
+    DinkNet,
+    Nodes,
+    clustering_loss,
+    discrimination_loss,
+    masked_columns,
+    project_to_ball,
+)
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.propagated import Tick, check_input, sampled
@@ -38,7 +47,9 @@ class DinkNetSettings:
     hops: int = 10  # p
     pretrain_epochs: int = 200  # of a round
     pretrain_lr: float = 1e-3
-    rounds: int = 5  # of pre-training, at most 1,000 epochs in all; the one after which k-means on H cuts the graph best is kept
+    # of pre-training, at most 1,000 epochs in all; the one after which k-means on H cuts the graph
+    # best is kept
+    rounds: int = 5
     finetune_epochs: int = 200
     finetune_lr: float = 1e-2
     batch: int = _FULL_BATCH_NODES  # nodes; full batch where they are no more
@@ -47,32 +58,62 @@ class DinkNetSettings:
     stop_below: float = 1e-3  # share of nodes that change cluster in an epoch
     restarts: int = 20
     fit_rows: int = 100_000  # of k-means, about; more nodes are sampled
-    whole_values: int = 1 << 30  # N·D up to which H is kept; beyond, it is made batch by batch whenever it is read
+    whole_values: int = (
+        1 << 30
+    )  # N·D up to which H is kept; beyond, it is made batch by batch whenever it is read
 
 
 def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
-    """The published settings of a dataset, else one rule by size (§6.4). Mini-batches make one round of pre-training.
+    """The published settings of a dataset, else one rule by size (§6.4). Mini-batches make one
+    round of pre-training.
 
-    Up to 25,000 nodes Cora's with p = 10. Beyond: d = 256 as for the largest published graph, as many epochs as make 200 steps, and
-    centres that move in an epoch as far as in one step of a full batch.
+    Up to 25,000 nodes Cora's with p = 10. Beyond: d = 256 as for the largest published graph, as
+    many epochs as make 200 steps, and centres that move in an epoch as far as in one step of a full
+    batch.
     """
     published = {
         "cora": DinkNetSettings(hops=5),
         "citeseer": DinkNetSettings(width=1536, hops=5, pretrain_epochs=100, pretrain_lr=5e-4),
         "photo": DinkNetSettings(pretrain_epochs=500, rounds=2, finetune_epochs=100),
-        "ogbn-arxiv": DinkNetSettings(width=1500, pretrain_epochs=1, pretrain_lr=1e-4, rounds=1, finetune_epochs=100, finetune_lr=1e-4, batch=8192, restarts=1),
-        "ogbn-products": DinkNetSettings(width=1024, pretrain_epochs=10, rounds=1, finetune_epochs=10, batch=8192, restarts=1),
+        "ogbn-arxiv": DinkNetSettings(
+            width=1500,
+            pretrain_epochs=1,
+            pretrain_lr=1e-4,
+            rounds=1,
+            finetune_epochs=100,
+            finetune_lr=1e-4,
+            batch=8192,
+            restarts=1,
+        ),
+        "ogbn-products": DinkNetSettings(
+            width=1024, pretrain_epochs=10, rounds=1, finetune_epochs=10, batch=8192, restarts=1
+        ),
         "ogbn-papers100m": DinkNetSettings(
-            width=256, pretrain_epochs=1, pretrain_lr=1e-4, rounds=1, finetune_epochs=1, finetune_lr=1e-5, batch=10_240, restarts=1
+            width=256,
+            pretrain_epochs=1,
+            pretrain_lr=1e-4,
+            rounds=1,
+            finetune_epochs=1,
+            finetune_lr=1e-5,
+            batch=10_240,
+            restarts=1,
         ),
     }
     if name in published or num_nodes <= _FULL_BATCH_NODES:
         return published.get(name, DinkNetSettings())
     steps = math.ceil(num_nodes / _LARGE_BATCH)
     epochs = math.ceil(_PRETRAIN_STEPS / steps)
-    # α = 1e-10 moves the encoder by less than rounding (Adam's ε is 1e-8), but H would have to be made anew after every epoch.
+    # α = 1e-10 moves the encoder by less than rounding (Adam's ε is 1e-8), but H would have to be
+    # made anew after every epoch.
     return DinkNetSettings(
-        width=256, pretrain_epochs=epochs, rounds=1, finetune_epochs=2, finetune_lr=1e-2 / steps, batch=_LARGE_BATCH, restarts=1, tradeoff=0.0
+        width=256,
+        pretrain_epochs=epochs,
+        rounds=1,
+        finetune_epochs=2,
+        finetune_lr=1e-2 / steps,
+        batch=_LARGE_BATCH,
+        restarts=1,
+        tradeoff=0.0,
     )
 
 
@@ -85,12 +126,15 @@ def dinknet_labels(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective: labels int64 [N] = nearest centre, confidence float64 [N] = d₂ - d₁ of the squared distances; x [N, F] (§6.4).
+    """Collective: labels int64 [N] = nearest centre, confidence float64 [N] = d₂ - d₁ of the
+    squared distances; x [N, F] (§6.4).
 
-    Modularity, which sees the graph alone, decides twice. Pre-training makes several rounds of the published length, and the one is kept
-    after which the clusters that k-means finds on H have the highest. Of the assignments after k-means and after each epoch of
-    fine-tuning, the one of the highest is returned: nothing stops the loss from driving centres away from the data, so the last epoch
-    need not be a good one. A fine-tuned one must be better by more than two starts of k-means differ.
+    Modularity, which sees the graph alone, decides twice. Pre-training makes several rounds of the
+    published length, and the one is kept after which the clusters that k-means finds on H have the
+    highest. Of the assignments after k-means and after each epoch of fine-tuning, the one of the
+    highest is returned: nothing stops the loss from driving centres away from the data, so the last
+    epoch need not be a good one. A fine-tuned one must be better by more than two starts of k-means
+    differ.
     """
     comm = comm or Comm()
     check_input(x, topology, num_clusters, "Dink-Net")
@@ -99,8 +143,22 @@ def dinknet_labels(
 
 
 class _Run:
-    def __init__(self, x: Features, topology: Topology, settings: DinkNetSettings, seed: int, comm: Comm, tick: Tick) -> None:
-        self.nodes, self.settings, self.seed, self.comm, self.tick = Nodes(x, topology, comm), settings, seed, comm, tick
+    def __init__(
+        self,
+        x: Features,
+        topology: Topology,
+        settings: DinkNetSettings,
+        seed: int,
+        comm: Comm,
+        tick: Tick,
+    ) -> None:
+        self.nodes, self.settings, self.seed, self.comm, self.tick = (
+            Nodes(x, topology, comm),
+            settings,
+            seed,
+            comm,
+            tick,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._key(_WEIGHTS))
             model = DinkNet(x.shape[1], settings.width)
@@ -114,12 +172,23 @@ class _Run:
 
     def discrimination(self, batch: Batch) -> Tensor:
         """This rank's share of L_disc."""
-        keep_F1 = masked_columns(self.nodes.x.shape[1], self.settings.mask_rate, self._key(_MASK, self.step), self.nodes.scale_N)
-        real, fake = self.nodes.real_and_fake(batch, self.model.weight * keep_F1, self._key(_SHUFFLE, self.step))
-        return discrimination_loss(self.model.logits(real), self.model.logits(fake), batch.gids.numel())
+        keep_F1 = masked_columns(
+            self.nodes.x.shape[1],
+            self.settings.mask_rate,
+            self._key(_MASK, self.step),
+            self.nodes.scale_N,
+        )
+        real, fake = self.nodes.real_and_fake(
+            batch, self.model.weight * keep_F1, self._key(_SHUFFLE, self.step)
+        )
+        return discrimination_loss(
+            self.model.logits(real), self.model.logits(fake), batch.gids.numel()
+        )
 
     def pretrain(self, num_clusters: int) -> Tensor:
-        """Collective: the discrimination alone, round by round; leaves the model of the best round and returns k-means centres on its H, [C, D]."""
+        """Collective: the discrimination alone, round by round; leaves the model of the best round
+        and returns k-means centres on its H, [C, D].
+        """
         s = self.settings
         optimiser = torch.optim.Adam(self.model.parameters(), lr=s.pretrain_lr)
         best, highest = None, -math.inf
@@ -130,7 +199,13 @@ class _Run:
                 return centres_CD
             found = hard_modularity(self.assignments(centres_CD)[0], self.nodes.topology, self.comm)
             if found > highest:
-                best, highest = (centres_CD, {name: value.clone() for name, value in self.model.state_dict().items()}), found
+                best, highest = (
+                    (
+                        centres_CD,
+                        {name: value.clone() for name, value in self.model.state_dict().items()},
+                    ),
+                    found,
+                )
         assert best is not None
         self.model.load_state_dict(best[1])
         self.h_nD = None
@@ -138,19 +213,30 @@ class _Run:
 
     def _pretrain_round(self, number: int, optimiser: torch.optim.Optimizer) -> None:
         s = self.settings
-        name = f"Dink-Net pre-training, round {number + 1} of {s.rounds}" if s.rounds > 1 else "Dink-Net pre-training"
+        name = (
+            f"Dink-Net pre-training, round {number + 1} of {s.rounds}"
+            if s.rounds > 1
+            else "Dink-Net pre-training"
+        )
         for epoch in range(s.pretrain_epochs):
             losses = []
-            for batch in self.nodes.batches(s.batch, self._key(_ORDER, number * s.pretrain_epochs + epoch)):
+            for batch in self.nodes.batches(
+                s.batch, self._key(_ORDER, number * s.pretrain_epochs + epoch)
+            ):
                 losses.append(step_on(self.discrimination(batch), optimiser, self.comm, "Dink-Net"))
                 self.step += 1
             self.tick(epoch + 1, s.pretrain_epochs, {"loss": sum(losses) / len(losses)}, name)
         self.h_nD = None
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Collective: (global ids [m], their rows of H [m, D]) until every node has come up on one rank."""
+        """Collective: (global ids [m], their rows of H [m, D]) until every node has come up on one
+        rank.
+        """
         if self.keeps_h:
-            yield torch.arange(*self.comm.slice_of(self.nodes.num_nodes), device=self.nodes.x.device), self._kept()
+            yield (
+                torch.arange(*self.comm.slice_of(self.nodes.num_nodes), device=self.nodes.x.device),
+                self._kept(),
+            )
             return
         for batch in self.nodes.batches(self.settings.batch, self._key(_READING_ORDER)):
             yield batch.mine, self.nodes.batch_embedding(self.model, batch, self.settings.hops)
@@ -174,7 +260,9 @@ class _Run:
             chosen = sampled(gids, self.nodes.num_nodes, s.fit_rows, self.seed)
             found.append((gids[chosen], h_mD[chosen]))
         gids, rows = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return kmeans(rows, num_clusters, seed=self.seed, comm=self.comm, gids=gids, restarts=s.restarts).centres.to(rows.dtype)
+        return kmeans(
+            rows, num_clusters, seed=self.seed, comm=self.comm, gids=gids, restarts=s.restarts
+        ).centres.to(rows.dtype)
 
     def assignments(self, centres_CD: Tensor) -> tuple[Tensor, Tensor]:
         """Collective: the nearest centre of all nodes, int64 [N], and d₂ - d₁, float64 [N]."""
@@ -186,16 +274,23 @@ class _Run:
         return self.comm.sum(labels), self.comm.sum(confidence)
 
     def finetune(self, first_CD: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective: labels and confidence of the epoch of highest modularity; those of k-means where none is clearly better."""
+        """Collective: labels and confidence of the epoch of highest modularity; those of k-means
+        where none is clearly better.
+        """
         s, comm = self.settings, self.comm
         centres_CD = nn.Parameter(first_CD)
         moving = [centres_CD, *self.model.parameters()] if s.tradeoff else [centres_CD]
         optimiser = torch.optim.Adam(moving, lr=s.finetune_lr)
         labels, confidence = self.assignments(centres_CD)
-        best, modularity = (labels, confidence), hard_modularity(labels, self.nodes.topology, comm) + _NOISE
+        best, modularity = (
+            (labels, confidence),
+            hard_modularity(labels, self.nodes.topology, comm) + _NOISE,
+        )
         for epoch in range(s.finetune_epochs):
             losses = []
-            for batch in self.nodes.batches(s.batch, self._key(_ORDER, s.rounds * s.pretrain_epochs + epoch)):
+            for batch in self.nodes.batches(
+                s.batch, self._key(_ORDER, s.rounds * s.pretrain_epochs + epoch)
+            ):
                 share = clustering_loss(self.rows_of(batch), centres_CD, batch.gids.numel(), comm)
                 if s.tradeoff:
                     share = share + s.tradeoff * self.discrimination(batch)
@@ -206,10 +301,18 @@ class _Run:
                 self.h_nD = None
             previous = labels
             labels, confidence = self.assignments(centres_CD)
-            changed, found = float((labels != previous).double().mean()), hard_modularity(labels, self.nodes.topology, comm)
+            changed, found = (
+                float((labels != previous).double().mean()),
+                hard_modularity(labels, self.nodes.topology, comm),
+            )
             if found > modularity:
                 best, modularity = (labels, confidence), found
-            self.tick(epoch + 1, s.finetune_epochs, {"loss": sum(losses) / len(losses), "changed": changed, "modularity": found}, "Dink-Net fine-tuning")
+            self.tick(
+                epoch + 1,
+                s.finetune_epochs,
+                {"loss": sum(losses) / len(losses), "changed": changed, "modularity": found},
+                "Dink-Net fine-tuning",
+            )
             if changed < s.stop_below:
                 break
         return best[0].cpu(), best[1].cpu()

@@ -1,11 +1,15 @@
-"""What Dink-Net takes from the graph: batches of nodes, Â X W for the nodes of a batch, and the embedding H (§6.4).
+"""What Dink-Net takes from the graph: batches of nodes, Â X W for the nodes of a batch, and the
+embedding H (§6.4).
 
-A global batch does not depend on the number of ranks; each rank works on its slice of it. Shapes: N nodes, F features, D width,
-b nodes of the global batch, n of them on this rank, M messages (own loops among them), Z non-zero entries.
+A global batch does not depend on the number of ranks; each rank works on its slice of it. Shapes: N
+nodes, F features, D width, b nodes of the global batch, n of them on this rank, M messages (own
+loops among them), Z non-zero entries.
 
-The network of Dink-Net and its losses (§6.4). Shapes: N nodes, F features, D width, C clusters, n rows of this rank.
+The network of Dink-Net and its losses (§6.4). Shapes: N nodes, F features, D width, C clusters, n
+rows of this rank.
 
-Every loss here is this rank's share: the sum over ranks of values is the loss, the sum of gradients its gradient.
+Every loss here is this rank's share: the sum over ranks of values is the loss, the sum of gradients
+its gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +27,14 @@ from cimage_dist.comm import Comm
 from cimage_dist.losses.modularity import unit_rows
 from cimage_dist.nn.features import Features, SparseRows
 from cimage_dist.nn.messages import gcn_smooth, weighted_sum
-from cimage_dist.pseudo.propagated import columns_of, columns_to_rows, compute_dtype, gcn_scale, project, smooth
+from cimage_dist.pseudo.propagated import (
+    columns_of,
+    columns_to_rows,
+    compute_dtype,
+    gcn_scale,
+    project,
+    smooth,
+)
 from cimage_dist.types import EdgeList, Topology
 
 _CHUNK_VALUES = 1 << 24
@@ -33,7 +44,8 @@ _CHUNK_VALUES = 1 << 24
 class Batch:
     """gids int64 [b] of the global batch and the part [begin, end) of this rank.
 
-    src int64 [M] global ids, dst int64 [M] positions in the batch, ascending: the messages into all nodes of the batch, without own loops.
+    src int64 [M] global ids, dst int64 [M] positions in the batch, ascending: the messages into all
+    nodes of the batch, without own loops.
     """
 
     gids: Tensor
@@ -48,7 +60,9 @@ class Batch:
 
     def messages(self) -> tuple[Tensor, Tensor]:
         """src and dst of the messages into this rank's nodes, dst counted from the first of them."""
-        first, last = torch.searchsorted(self.dst, torch.tensor([self.begin, self.end], device=self.dst.device)).tolist()
+        first, last = torch.searchsorted(
+            self.dst, torch.tensor([self.begin, self.end], device=self.dst.device)
+        ).tolist()
         return self.src[first:last], self.dst[first:last] - self.begin
 
     def induced(self) -> EdgeList:
@@ -60,7 +74,9 @@ class Batch:
 
 
 class Nodes:
-    """Features and graph, with what is asked again and again: D̂^-1/2 and the factors that make rows of non-negative features sum to 1."""
+    """Features and graph, with what is asked again and again: D̂^-1/2 and the factors that make
+    rows of non-negative features sum to 1.
+    """
 
     def __init__(self, x: Features, topology: Topology, comm: Comm) -> None:
         self.x = x.to(compute_dtype(x))
@@ -78,39 +94,62 @@ class Nodes:
         return self.batch(torch.arange(self.num_nodes, device=self.x.device))
 
     def batches(self, size: int, key: int) -> Iterator[Batch]:
-        """All nodes once, in an order given by the key and the global ids alone; one batch of all nodes where they fit."""
+        """All nodes once, in an order given by the key and the global ids alone; one batch of all
+        nodes where they fit.
+        """
         if size >= self.num_nodes:
             yield self.everything
             return
-        for gids in keyed.bits(key, torch.arange(self.num_nodes, device=self.x.device)).argsort().split(size):
+        for gids in (
+            keyed.bits(key, torch.arange(self.num_nodes, device=self.x.device))
+            .argsort()
+            .split(size)
+        ):
             yield self.batch(gids)
 
     def batch(self, gids: Tensor) -> Batch:
         first = self.topology.indptr[gids]
         degrees = self.topology.indptr[gids + 1] - first
         dst, entry = _entries(first, degrees)
-        return Batch(gids, *self.comm.slice_of(gids.numel()), self.topology.indices[entry].to(torch.int64), dst)
+        return Batch(
+            gids,
+            *self.comm.slice_of(gids.numel()),
+            self.topology.indices[entry].to(torch.int64),
+            dst,
+        )
 
     def real_and_fake(self, batch: Batch, weight_FD: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Â X W and Â X'' W of this rank's nodes, [n, D] each; X'' has the rows of the batch and its neighbours permuted by the key (§6.4).
+        """Â X W and Â X'' W of this rank's nodes, [n, D] each; X'' has the rows of the batch and
+        its neighbours permuted by the key (§6.4).
 
-        All nodes at once: W first, as both share that product. Else Â first, as only the nodes of the batch are then multiplied by W.
+        All nodes at once: W first, as both share that product. Else Â first, as only the nodes of
+        the batch are then multiplied by W.
         """
         if batch.gids.numel() == self.num_nodes:
             q_ND = project(self.x, weight_FD) * self.row_factor_N.unsqueeze(1)
             src, dst = batch.messages()
-            edges, rows, degree_N = EdgeList(src, dst, self.num_nodes), slice(batch.begin, batch.end), self.topology.degrees() + 1
+            edges, rows, degree_N = (
+                EdgeList(src, dst, self.num_nodes),
+                slice(batch.begin, batch.end),
+                self.topology.degrees() + 1,
+            )
             fake_ND = q_ND[keyed.bits(key, batch.gids).argsort()]
-            return gcn_smooth(q_ND, edges, degree_N, rows), gcn_smooth(fake_ND, edges, degree_N, rows)
+            return gcn_smooth(q_ND, edges, degree_N, rows), gcn_smooth(
+                fake_ND, edges, degree_N, rows
+            )
         inputs = torch.cat([batch.gids, batch.src]).unique()
         permuted = inputs[keyed.bits(key, inputs).argsort()]
         src, _ = batch.messages()
         src = torch.cat([src, batch.mine])
-        return project(self._smoothed(batch, src), weight_FD), project(self._smoothed(batch, permuted[torch.searchsorted(inputs, src)]), weight_FD)
+        return project(self._smoothed(batch, src), weight_FD), project(
+            self._smoothed(batch, permuted[torch.searchsorted(inputs, src)]), weight_FD
+        )
 
     @torch.no_grad()
     def embedding(self, model: DinkNet, hops: int) -> Tensor:
-        """Collective: this rank's rows, those of `comm.slice_of(N)`, of H = normalise(F(X) + Â^p F(X)) on the whole graph (§6.4); [n, D]."""
+        """Collective: this rank's rows, those of `comm.slice_of(N)`, of H = normalise(F(X) + Â^p
+        F(X)) on the whole graph (§6.4); [n, D].
+        """
         blocks = columns_of(model.bias.numel(), self.comm)
         slab_ND = self.scale_N.new_empty(self.num_nodes, sum(b.stop - b.start for b in blocks))
         for block in blocks:
@@ -119,15 +158,23 @@ class Nodes:
             spread = local
             for _ in range(hops):
                 spread = smooth(spread, self.topology, self.scale_N)
-            slab_ND[:, block.start - blocks[0].start : block.stop - blocks[0].start] = local + spread
+            slab_ND[:, block.start - blocks[0].start : block.stop - blocks[0].start] = (
+                local + spread
+            )
         rows_nD = columns_to_rows(slab_ND, self.comm)
-        return rows_nD.div_(torch.linalg.vector_norm(rows_nD, dim=1, keepdim=True).clamp_(min=1e-12))
+        return rows_nD.div_(
+            torch.linalg.vector_norm(rows_nD, dim=1, keepdim=True).clamp_(min=1e-12)
+        )
 
     @torch.no_grad()
     def batch_embedding(self, model: DinkNet, batch: Batch, hops: int) -> Tensor:
-        """Collective: H of this rank's nodes of the batch, the hops taken inside the subgraph induced by the batch (§6.4); [n, D]."""
+        """Collective: H of this rank's nodes of the batch, the hops taken inside the subgraph
+        induced by the batch (§6.4); [n, D].
+        """
         src, _ = batch.messages()
-        local_nD = model.activate(project(self._smoothed(batch, torch.cat([src, batch.mine])), model.weight))
+        local_nD = model.activate(
+            project(self._smoothed(batch, torch.cat([src, batch.mine])), model.weight)
+        )
         local_bD = self.comm.gather_rows(local_nD)
         spread_bD, edges = local_bD, batch.induced()
         for _ in range(hops):
@@ -135,25 +182,44 @@ class Nodes:
         return unit_rows(local_nD + spread_bD[batch.begin : batch.end])
 
     def _smoothed(self, batch: Batch, rows: Tensor) -> Features:
-        """Â X of this rank's nodes, [n, F]; `rows` [M + n] names the row of X that each message and then each own loop carries."""
+        """Â X of this rank's nodes, [n, F]; `rows` [M + n] names the row of X that each message and
+        then each own loop carries.
+        """
         src, dst = batch.messages()
         num_mine = batch.end - batch.begin
         dst = torch.cat([dst, torch.arange(num_mine, device=dst.device)])
-        weight = self.scale_N[torch.cat([src, batch.mine])] * self.scale_N[batch.mine][dst] * self.row_factor_N[rows]
+        weight = (
+            self.scale_N[torch.cat([src, batch.mine])]
+            * self.scale_N[batch.mine][dst]
+            * self.row_factor_N[rows]
+        )
         if isinstance(self.x, Tensor):
-            return weighted_sum(self.x.new_zeros(num_mine, self.x.shape[1]), self.x, weight, rows, dst)
-        message, entry = _entries(self._first_entry[rows], self._first_entry[rows + 1] - self._first_entry[rows])
-        return SparseRows(dst[message], self.x.column[entry], self.x.value[entry] * weight[message], (num_mine, self.x.shape[1]))
+            return weighted_sum(
+                self.x.new_zeros(num_mine, self.x.shape[1]), self.x, weight, rows, dst
+            )
+        message, entry = _entries(
+            self._first_entry[rows], self._first_entry[rows + 1] - self._first_entry[rows]
+        )
+        return SparseRows(
+            dst[message],
+            self.x.column[entry],
+            self.x.value[entry] * weight[message],
+            (num_mine, self.x.shape[1]),
+        )
 
     @cached_property
     def _first_entry(self) -> Tensor:
         """Where each sparse row begins, int64 [N+1]."""
         assert isinstance(self.x, SparseRows)
-        return torch.searchsorted(self.x.row, torch.arange(self.num_nodes + 1, device=self.x.device))
+        return torch.searchsorted(
+            self.x.row, torch.arange(self.num_nodes + 1, device=self.x.device)
+        )
 
 
 def row_factors(x: Features) -> Tensor:
-    """[N]: 1/Σ_f x_f where all features are non-negative, as the release scales bags of words; 1 where some are negative, and for zero rows."""
+    """[N]: 1/Σ_f x_f where all features are non-negative, as the release scales bags of words; 1
+    where some are negative, and for zero rows.
+    """
     if isinstance(x, SparseRows):
         lowest = x.value.min() if x.value.numel() else x.value.new_zeros(())
         sums = x.value.new_zeros(x.shape[0]).index_add_(0, x.row, x.value)
@@ -165,15 +231,21 @@ def row_factors(x: Features) -> Tensor:
 
 
 def _entries(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For ranges first[i] .. first[i] + counts[i] - 1 one after the other: i, and the element, of every element."""
+    """For ranges first[i] .. first[i] + counts[i] - 1 one after the other: i, and the element, of
+    every element.
+    """
     which = torch.repeat_interleave(counts)
-    return which, torch.arange(which.numel(), device=which.device) + (first - counts.cumsum(0) + counts)[which]
+    return which, torch.arange(which.numel(), device=which.device) + (
+        first - counts.cumsum(0) + counts
+    )[which]
 
 
 class DinkNet(nn.Module):
-    """F(X) = PReLU(Â X W + b) and the discriminating head Linear(D -> D) summed over its outputs (§6.4). weight [F, D], bias [D].
+    """F(X) = PReLU(Â X W + b) and the discriminating head Linear(D -> D) summed over its outputs
+    (§6.4). weight [F, D], bias [D].
 
-    Glorot-uniform W, b = 0, one slope for all channels. The caller multiplies by Â, before or after W, whichever is cheaper.
+    Glorot-uniform W, b = 0, one slope for all channels. The caller multiplies by Â, before or after
+    W, whichever is cheaper.
     """
 
     def __init__(self, num_features: int, width: int) -> None:
@@ -188,35 +260,51 @@ class DinkNet(nn.Module):
         return F.prelu(pre_ND + self.bias[columns], self.slope.unsqueeze(0))
 
     def logits(self, pre_ND: Tensor) -> Tensor:
-        """Σ_k (V F(x) + v)_k, [N]. Summed over the rows of V first: the same number with D times less work."""
+        """Σ_k (V F(x) + v)_k, [N]. Summed over the rows of V first: the same number with D times
+        less work.
+        """
         return self.activate(pre_ND) @ self.head.weight.sum(0) + self.head.bias.sum()
 
 
 def masked_columns(num_features: int, rate: float, key: int, like: Tensor) -> Tensor:
     """1 for a kept feature and 0 for a masked one, [F, 1]; ⌊rate F⌋ are masked, chosen by the key."""
     keep = torch.ones(num_features, 1, dtype=like.dtype, device=like.device)
-    keep[keyed.bits(key, torch.arange(num_features, device=like.device)).argsort()[: int(rate * num_features)]] = 0
+    keep[
+        keyed.bits(key, torch.arange(num_features, device=like.device)).argsort()[
+            : int(rate * num_features)
+        ]
+    ] = 0
     return keep
 
 
 def discrimination_loss(real: Tensor, fake: Tensor, batch: int) -> Tensor:
-    """Binary cross-entropy of the logits with real = 1 and fake = 0, mean over the 2·batch of all ranks (§6.4). real, fake [n]."""
+    """Binary cross-entropy of the logits with real = 1 and fake = 0, mean over the 2·batch of all
+    ranks (§6.4). real, fake [n].
+    """
     return (F.softplus(-real).sum() + F.softplus(fake).sum()) / (2 * batch)
 
 
 def clustering_loss(h_nD: Tensor, centres_CD: Tensor, batch: int, comm: Comm) -> Tensor:
-    """`mean_{i,j} |H_i - c_j|² - (1/(C(C-1))) Σ_{i≠j} |c_i - c_j|²`: shrink and dilation (§6.4), over the `batch` rows of all ranks.
+    """`mean_{i,j} |H_i - c_j|² - (1/(C(C-1))) Σ_{i≠j} |c_i - c_j|²`: shrink and dilation (§6.4),
+    over the `batch` rows of all ranks.
 
-    Squares are multiplied out, so that only sums of H and of the centres are needed: O((n + C)·D), nothing of size n x C.
+    Squares are multiplied out, so that only sums of H and of the centres are needed: O((n + C)·D),
+    nothing of size n x C.
     """
     num_clusters = centres_CD.shape[0]
     squares, total_D = centres_CD.square().sum(), centres_CD.sum(0)
-    shrink = num_clusters * h_nD.square().sum() - 2 * (h_nD.sum(0) @ total_D) + h_nD.shape[0] * squares
-    dilation = 2 * (num_clusters * squares - total_D.square().sum()) / (num_clusters * (num_clusters - 1))
+    shrink = (
+        num_clusters * h_nD.square().sum() - 2 * (h_nD.sum(0) @ total_D) + h_nD.shape[0] * squares
+    )
+    dilation = (
+        2 * (num_clusters * squares - total_D.square().sum()) / (num_clusters * (num_clusters - 1))
+    )
     return shrink / (batch * num_clusters) - dilation / comm.world
 
 
 @torch.no_grad()
 def project_to_ball(centres_CD: Tensor) -> None:
-    """In place: centres longer than 1 are shortened to 1. The loss is unbounded below without it (§6.4)."""
+    """In place: centres longer than 1 are shortened to 1. The loss is unbounded below without it
+    (§6.4).
+    """
     centres_CD.div_(torch.linalg.vector_norm(centres_CD, dim=1, keepdim=True).clamp(min=1.0))

@@ -1,6 +1,8 @@
-"""The inner loop of k-means on a processor: nearest centre and sums of a chunk in one reading. Shapes: n rows, D width, C clusters.
+"""The inner loop of k-means on a processor: nearest centre and sums of a chunk in one reading.
+Shapes: n rows, D width, C clusters.
 
-Sharded k-means (§6.6): assign locally, reduce sums. Shapes: N local rows, D width, C clusters, S sampled rows, L candidates.
+Sharded k-means (§6.6): assign locally, reduce sums. Shapes: N local rows, D width, C clusters, S
+sampled rows, L candidates.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ _FAST = {"nnan", "ninf", "nsz", "reassoc", "contract"}
 
 
 @numba.njit(nogil=True, cache=True, fastmath=_FAST)
-def add_chunk(rows_nD: Any, score_nC: Any, labels_n: Any, nearest_n: Any, sums_CD: Any, counts_C: Any) -> float:
-    """Fill labels (lowest score, ties to the lowest id) and nearest = ‖x‖² + score; add the rows to `sums`, 1 to `counts`; returns Σ nearest."""
+def add_chunk(
+    rows_nD: Any, score_nC: Any, labels_n: Any, nearest_n: Any, sums_CD: Any, counts_C: Any
+) -> float:
+    """Fill labels (lowest score, ties to the lowest id) and nearest = ‖x‖² + score; add the rows to
+    `sums`, 1 to `counts`; returns Σ nearest.
+    """
     total = 0.0
     for i in range(rows_nD.shape[0]):
         lowest = score_nC[i, 0]
@@ -48,7 +54,9 @@ def add_chunk(rows_nD: Any, score_nC: Any, labels_n: Any, nearest_n: Any, sums_C
     return total
 
 
-CHUNK_ROWS = 4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
+CHUNK_ROWS = (
+    4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
+)
 _SAMPLE_PER_CLUSTER = 256
 _IDS_PER_CHUNK = 1 << 16
 _VECTOR = 16
@@ -58,9 +66,11 @@ _TIE = 1e-9  # relative difference of inertia below which the earlier start is k
 
 @dataclass(frozen=True)
 class KMeansResult:
-    """`labels[i]` is the centre nearest to local row i; inertia and centres are those of all ranks together.
+    """`labels[i]` is the centre nearest to local row i; inertia and centres are those of all ranks
+    together.
 
-    labels int64 [N]; centres float64 [C, D]; confidence [N] = d2 - d1, the gap between the two smallest squared distances.
+    labels int64 [N]; centres float64 [C, D]; confidence [N] = d2 - d1, the gap between the two
+    smallest squared distances.
     """
 
     labels: Tensor
@@ -85,33 +95,52 @@ def kmeans(
     chunk_rows: int = CHUNK_ROWS,
     init: Tensor | None = None,
 ) -> KMeansResult:
-    """Collective: Lloyd's algorithm on the union of all ranks' rows, min Σ_i min_c ‖x_i - μ_c‖² (§6.6).
+    """Collective: Lloyd's algorithm on the union of all ranks' rows, min Σ_i min_c ‖x_i - μ_c‖²
+    (§6.6).
 
-    x [N, D] of any float type, N may be 0 on some ranks; gids int64 [N] global row ids, by default counted on in rank order. The result
-    depends on the sharding through the order of summation only. `restarts` runs from different starts keep the lowest inertia; `init`
-    [C, D] replaces the start and makes one run. A run stops when the inertia falls by less than `tol` of itself. `spherical` puts rows and
-    centres on the unit sphere.
+    x [N, D] of any float type, N may be 0 on some ranks; gids int64 [N] global row ids, by default
+    counted on in rank order. The result depends on the sharding through the order of summation
+    only. `restarts` runs from different starts keep the lowest inertia; `init` [C, D] replaces the
+    start and makes one run. A run stops when the inertia falls by less than `tol` of itself.
+    `spherical` puts rows and centres on the unit sphere.
     """
     comm = comm or Comm()
     if min(max_iterations, restarts, chunk_rows) < 1:
-        raise UserError(f"k-means: iterations ({max_iterations}), restarts ({restarts}) and rows per chunk ({chunk_rows}) must each be at least 1.")
+        raise UserError(
+            f"k-means: iterations ({max_iterations}), restarts ({restarts}) and rows per chunk "
+            f"({chunk_rows}) must each be at least 1."
+        )
     if x.dim() != 2 or not x.is_floating_point():
-        raise UserError(f"k-means: rows must be a floating-point matrix [rows, width]; got {x.dtype} of shape {list(x.shape)}.")
+        raise UserError(
+            f"k-means: rows must be a floating-point matrix [rows, width]; got {x.dtype} of "
+            f"shape {list(x.shape)}."
+        )
     if init is not None and tuple(init.shape) != (num_clusters, x.shape[1]):
-        raise UserError(f"k-means: the start centres have shape {list(init.shape)}, but {num_clusters} clusters of width {x.shape[1]} are wanted.")
+        raise UserError(
+            f"k-means: the start centres have shape {list(init.shape)}, but {num_clusters} "
+            f"clusters of width {x.shape[1]} are wanted."
+        )
     if gids is not None and gids.numel() != x.shape[0]:
-        raise UserError(f"k-means: {gids.numel()} global ids were given for {x.shape[0]} rows; there must be one per row.")
-    ids = _Ids(_first_gid(x, comm), None) if gids is None else _Ids(0, gids.to(x.device, torch.int64))
+        raise UserError(
+            f"k-means: {gids.numel()} global ids were given for {x.shape[0]} rows; there must "
+            "be one per row."
+        )
+    ids = (
+        _Ids(_first_gid(x, comm), None) if gids is None else _Ids(0, gids.to(x.device, torch.int64))
+    )
     num_rows, origin = _count_and_origin(x, num_clusters, comm, chunk_rows)
     shard = _Shard(x, torch.zeros_like(origin) if spherical else origin, chunk_rows, spherical)
     best: tuple[float, Tensor, int] | None = None
     for restart in range(1 if init is not None else restarts):
         if init is None:
-            centres = _draw_start(shard, ids, num_rows, num_clusters, keyed.stream(seed, "kmeans", restart), comm)
+            centres = _draw_start(
+                shard, ids, num_rows, num_clusters, keyed.stream(seed, "kmeans", restart), comm
+            )
         else:
             centres = comm.broadcast(shard.moved(init))
         run = _lloyd(shard, ids, centres, comm, max_iterations, tol)
-        # Starts often end in the same clusters, numbered otherwise: rounding, which depends on the sharding, must not choose between them.
+        # Starts often end in the same clusters, numbered otherwise: rounding, which depends on the
+        # sharding, must not choose between them.
         if best is None or run[0] < best[0] * (1 - _TIE):
             best = run
     assert best is not None
@@ -122,12 +151,19 @@ def kmeans(
 
 
 @torch.no_grad()
-def assign(x: Tensor, centres: Tensor, chunk_rows: int = CHUNK_ROWS, spherical: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Nearest centre of every row: (labels int64 [N], confidence d2 - d1 [N], squared distance d1 [N]); ties go to the lowest id.
+def assign(
+    x: Tensor, centres: Tensor, chunk_rows: int = CHUNK_ROWS, spherical: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Nearest centre of every row: (labels int64 [N], confidence d2 - d1 [N], squared distance d1
+    [N]); ties go to the lowest id.
 
     With a single centre there is no second distance and the confidence is 0.
     """
-    origin = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device) if spherical else _origin(_sums(x, chunk_rows) / max(x.shape[0], 1), x)
+    origin = (
+        torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+        if spherical
+        else _origin(_sums(x, chunk_rows) / max(x.shape[0], 1), x)
+    )
     shard = _Shard(x, origin, chunk_rows, spherical)
     return _assign(shard, shard.moved(centres))
 
@@ -147,7 +183,8 @@ class _Ids:
 class _Shard:
     """This rank's rows, read in the compute type with `origin` (float64 [D]) as the zero point.
 
-    ‖x‖² - 2x·c + ‖c‖² cancels in single precision when the data lie far from zero, so rows and centres are then moved near it.
+    ‖x‖² - 2x·c + ‖c‖² cancels in single precision when the data lie far from zero, so rows and
+    centres are then moved near it.
     """
 
     x: Tensor
@@ -169,23 +206,38 @@ class _Shard:
         rows = self.x[lids].to(_compute_dtype(self.x))
         if self.is_spherical:
             return F.normalize(rows, dim=1, eps=1e-12, out=out)
-        return torch.sub(rows, self.origin.to(rows.dtype), out=out) if self.is_moved else rows.contiguous()
+        return (
+            torch.sub(rows, self.origin.to(rows.dtype), out=out)
+            if self.is_moved
+            else rows.contiguous()
+        )
 
     def scores(self, centres: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(which rows, rows x [n, D], ‖c‖² - 2x·c [n, C']) chunk by chunk: squared distances up to the ‖x‖² all centres share.
+        """(which rows, rows x [n, D], ‖c‖² - 2x·c [n, C']) chunk by chunk: squared distances up to
+        the ‖x‖² all centres share.
 
-        The tensors are good until the next chunk: all chunks use the same memory, which then stays in the cache. C' rounds C up to a
-        whole number of vectors, without which a product of few columns takes three times as long; no row is near what is added.
+        The tensors are good until the next chunk: all chunks use the same memory, which then stays
+        in the cache. C' rounds C up to a whole number of vectors, without which a product of few
+        columns takes three times as long; no row is near what is added.
         """
         centres = centres.to(_compute_dtype(self.x))
         missing, size = -centres.shape[0] % _VECTOR, min(self.chunk_rows, self.x.shape[0])
         norms = F.pad(centres.square().sum(1), (0, missing), value=_FAR)
         centres = F.pad(centres, (0, 0, 0, missing))
-        row_buffer, score_buffer = centres.new_empty(size, centres.shape[1]), centres.new_empty(size, centres.shape[0])
+        row_buffer, score_buffer = (
+            centres.new_empty(size, centres.shape[1]),
+            centres.new_empty(size, centres.shape[0]),
+        )
         for begin in range(0, self.x.shape[0], self.chunk_rows):
             chunk = slice(begin, min(begin + self.chunk_rows, self.x.shape[0]))
             rows = self.rows(chunk, row_buffer[: chunk.stop - begin])
-            yield chunk, rows, torch.addmm(norms, rows, centres.T, alpha=-2.0, out=score_buffer[: chunk.stop - begin])
+            yield (
+                chunk,
+                rows,
+                torch.addmm(
+                    norms, rows, centres.T, alpha=-2.0, out=score_buffer[: chunk.stop - begin]
+                ),
+            )
 
 
 def _assign(shard: _Shard, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,8 +252,12 @@ def _assign(shard: _Shard, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return labels, confidence, nearest
 
 
-def _lloyd(shard: _Shard, ids: _Ids, centres: Tensor, comm: Comm, max_iterations: int, tol: float) -> tuple[float, Tensor, int]:
-    """Collective: (inertia of the returned centres, centres float64 [C, D], number of assignment passes)."""
+def _lloyd(
+    shard: _Shard, ids: _Ids, centres: Tensor, comm: Comm, max_iterations: int, tol: float
+) -> tuple[float, Tensor, int]:
+    """Collective: (inertia of the returned centres, centres float64 [C, D], number of assignment
+    passes).
+    """
     num_clusters, dim = centres.shape
     previous = math.inf
     for iteration in range(1, max_iterations + 1):
@@ -209,7 +265,9 @@ def _lloyd(shard: _Shard, ids: _Ids, centres: Tensor, comm: Comm, max_iterations
         inertia = float(total)
         empty = (counts == 0).nonzero().squeeze(1)
         offers = _farthest(shard, ids, centres, empty.numel(), comm)
-        is_settled = inertia == 0.0 or (math.isfinite(previous) and previous - inertia <= tol * previous)
+        is_settled = inertia == 0.0 or (
+            math.isfinite(previous) and previous - inertia <= tol * previous
+        )
         if (is_settled and offers.shape[0] == 0) or iteration == max_iterations:
             break
         updated = sums / counts.clamp(min=1.0)[:, None]
@@ -217,14 +275,17 @@ def _lloyd(shard: _Shard, ids: _Ids, centres: Tensor, comm: Comm, max_iterations
         if shard.is_spherical:
             has_centre &= updated.norm(dim=1) > 1e-12
             updated = shard.moved(updated)
-        # A cluster that is empty without an offer, or whose rows cancel out on the sphere, keeps its centre.
+        # A cluster that is empty without an offer, or whose rows cancel out on the sphere, keeps
+        # its centre.
         centres, previous = torch.where(has_centre[:, None], updated, centres), inertia
         centres[empty[: offers.shape[0]]] = offers
     return inertia, centres, iteration
 
 
 def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
-    """Sums, counts and inertia of this rank's rows around their nearest centres, packed: float64 [C·(D+1)+1]."""
+    """Sums, counts and inertia of this rank's rows around their nearest centres, packed: float64
+    [C·(D+1)+1].
+    """
     num_clusters, dim = centres.shape
     packed = torch.zeros(num_clusters * (dim + 1) + 1, dtype=torch.float64, device=shard.x.device)
     sums, counts, total = _parts(packed, num_clusters, dim)
@@ -245,11 +306,16 @@ def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
 
 def _parts(packed: Tensor, num_clusters: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the C·(D+1)+1 reduced values: sums [C, D], counts [C], inertia [1]."""
-    return packed[: num_clusters * dim].view(num_clusters, dim), packed[num_clusters * dim : -1], packed[-1:]
+    return (
+        packed[: num_clusters * dim].view(num_clusters, dim),
+        packed[num_clusters * dim : -1],
+        packed[-1:],
+    )
 
 
 def _farthest(shard: _Shard, ids: _Ids, centres: Tensor, num_empty: int, comm: Comm) -> Tensor:
-    """Collective: rows farthest from their centres, float64 [at most num_empty, D], by falling distance and rising gid; the same on all ranks.
+    """Collective: rows farthest from their centres, float64 [at most num_empty, D], by falling
+    distance and rising gid; the same on all ranks.
 
     Rows within rounding error of their centre are not offered: moving a centre there gains nothing.
     """
@@ -273,8 +339,12 @@ def _order(distance: Tensor, gids: Tensor) -> Tensor:
     return by_gid[distance[by_gid].argsort(descending=True, stable=True)]
 
 
-def _draw_start(shard: _Shard, ids: _Ids, num_rows: int, num_clusters: int, key: int, comm: Comm) -> Tensor:
-    """Collective: k-means++ centres float64 [C, D] from a uniform sample of 256·C rows, chosen by the hash of their global ids."""
+def _draw_start(
+    shard: _Shard, ids: _Ids, num_rows: int, num_clusters: int, key: int, comm: Comm
+) -> Tensor:
+    """Collective: k-means++ centres float64 [C, D] from a uniform sample of 256·C rows, chosen by
+    the hash of their global ids.
+    """
     sample_size = min(num_rows, _SAMPLE_PER_CLUSTER * num_clusters)
     chunks = torch.arange(shard.x.shape[0], device=shard.x.device).split(_IDS_PER_CHUNK)
     lowest = torch.empty(0, dtype=torch.int64, device=shard.x.device)
@@ -292,19 +362,28 @@ def _draw_start(shard: _Shard, ids: _Ids, num_rows: int, num_clusters: int, key:
 
 
 def _plus_plus(sample: Tensor, num_clusters: int, key: int) -> Tensor:
-    """Greedy k-means++: of L = 2 + ln C candidates drawn with probability ∝ d², keep the one that lowers Σd² most. sample [S, D]."""
+    """Greedy k-means++: of L = 2 + ln C candidates drawn with probability ∝ d², keep the one that
+    lowers Σd² most. sample [S, D].
+    """
     draws = torch.arange(2 + int(math.log(num_clusters)), device=sample.device)
     norms = sample.square().sum(1)
 
     def distances_from(bids: Tensor) -> Tensor:
-        d_LS = torch.addmm(norms, sample[bids], sample.T, alpha=-2.0).add_(norms[bids, None]).clamp_(min=0.0).to(torch.float64)
+        d_LS = (
+            torch.addmm(norms, sample[bids], sample.T, alpha=-2.0)
+            .add_(norms[bids, None])
+            .clamp_(min=0.0)
+            .to(torch.float64)
+        )
         return d_LS.scatter_(1, bids[:, None], 0.0)
 
     chosen = [keyed.integers(keyed.derive(key, 0), draws[:1], sample.shape[0])]
     closest = distances_from(chosen[0])[0]
     for step in range(1, num_clusters):
         mass = closest.cumsum(0)
-        candidates = torch.searchsorted(mass, keyed.uniform(keyed.derive(key, step), draws) * mass[-1], right=True).clamp_(max=sample.shape[0] - 1)
+        candidates = torch.searchsorted(
+            mass, keyed.uniform(keyed.derive(key, step), draws) * mass[-1], right=True
+        ).clamp_(max=sample.shape[0] - 1)
         left = torch.minimum(closest, distances_from(candidates))
         best = left.sum(1).argmin()
         closest = left[best]
@@ -312,15 +391,27 @@ def _plus_plus(sample: Tensor, num_clusters: int, key: int) -> Tensor:
     return sample[torch.cat(chosen)].to(torch.float64)
 
 
-def _count_and_origin(x: Tensor, num_clusters: int, comm: Comm, chunk_rows: int) -> tuple[int, Tensor]:
-    """Collective: number of rows on all ranks and the zero point for them, float64 [D]; every rank rejects bad rows alike."""
-    packed = comm.sum(torch.cat([_sums(x, chunk_rows), x.new_full((1,), x.shape[0], dtype=torch.float64)]))
+def _count_and_origin(
+    x: Tensor, num_clusters: int, comm: Comm, chunk_rows: int
+) -> tuple[int, Tensor]:
+    """Collective: number of rows on all ranks and the zero point for them, float64 [D]; every rank
+    rejects bad rows alike.
+    """
+    packed = comm.sum(
+        torch.cat([_sums(x, chunk_rows), x.new_full((1,), x.shape[0], dtype=torch.float64)])
+    )
     num_rows = int(packed[-1])
     if not 1 <= num_clusters <= num_rows:
-        raise UserError(f"k-means: cannot make {num_clusters} clusters from {num_rows} rows. Choose between 1 and {num_rows} clusters.")
+        raise UserError(
+            f"k-means: cannot make {num_clusters} clusters from {num_rows} rows. Choose between "
+            f"1 and {num_rows} clusters."
+        )
     if not bool(packed.isfinite().all()):
         num_bad = int(comm.sum((~x.isfinite().all(1)).sum()))
-        raise UserError(f"k-means: {num_bad} of {num_rows} rows hold NaN or infinity. Check the embeddings, or the run that made them, for divergence.")
+        raise UserError(
+            f"k-means: {num_bad} of {num_rows} rows hold NaN or infinity. Check the embeddings, "
+            "or the run that made them, for divergence."
+        )
     return num_rows, _origin(packed[:-1] / num_rows, x)
 
 
@@ -329,12 +420,18 @@ def _sums(x: Tensor, chunk_rows: int) -> Tensor:
     total = torch.zeros(x.shape[1] + 1, dtype=torch.float64, device=x.device)
     for chunk in x.split(chunk_rows):
         total[:-1] += chunk.sum(0, dtype=torch.float64)
-        total[-1] += torch.linalg.vector_norm(chunk.to(_compute_dtype(x)), dim=1).square().sum(dtype=torch.float64)
+        total[-1] += (
+            torch.linalg.vector_norm(chunk.to(_compute_dtype(x)), dim=1)
+            .square()
+            .sum(dtype=torch.float64)
+        )
     return total
 
 
 def _origin(means: Tensor, x: Tensor) -> Tensor:
-    """The mean of the rows, rounded to the compute type; zero where it is no farther from zero than the rows are from it."""
+    """The mean of the rows, rounded to the compute type; zero where it is no farther from zero than
+    the rows are from it.
+    """
     mean, square = means[:-1].to(_compute_dtype(x)).to(torch.float64), means[-1]
     is_near = mean.square().sum() <= square - mean.square().sum()
     return torch.where(is_near, torch.zeros_like(mean), mean)

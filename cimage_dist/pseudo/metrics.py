@@ -1,4 +1,6 @@
-"""Scores of a hard clustering, from its contingency table (§9.6). Shapes: N nodes, C clusters, M classes, E directed edges."""
+"""Scores of a hard clustering, from its contingency table (§9.6). Shapes: N nodes, C clusters, M
+classes, E directed edges.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from cimage_dist.types import Topology
 _EDGES_PER_CHUNK = 1 << 24
 
 
-def contingency(pred: Tensor, true: Tensor, num_pred: int, num_true: int, comm: Comm | None = None) -> Tensor:
-    """Collective: T[c, m] = number of nodes in cluster c and class m over all ranks, int64 [C, M]; nodes with `true` < 0 are left out.
+def contingency(
+    pred: Tensor, true: Tensor, num_pred: int, num_true: int, comm: Comm | None = None
+) -> Tensor:
+    """Collective: T[c, m] = number of nodes in cluster c and class m over all ranks, int64 [C, M];
+    nodes with `true` < 0 are left out.
 
     pred, true int64 [N] of this rank. Empty clusters stay as zero rows.
     """
@@ -25,20 +30,29 @@ def contingency(pred: Tensor, true: Tensor, num_pred: int, num_true: int, comm: 
     for name, ids, count in (("cluster", pred, num_pred), ("class", true, num_true)):
         wrong = (ids < 0) | (ids >= count)
         if bool(wrong.any()):
-            raise UserError(f"contingency table: {int(wrong.sum())} {name} ids lie outside 0..{count - 1}, the first is {int(ids[wrong][0])}.")
-    table = torch.bincount(pred * num_true + true, minlength=num_pred * num_true).view(num_pred, num_true)
+            raise UserError(
+                f"contingency table: {int(wrong.sum())} {name} ids lie outside 0..{count - 1}, "
+                f"the first is {int(ids[wrong][0])}."
+            )
+    table = torch.bincount(pred * num_true + true, minlength=num_pred * num_true).view(
+        num_pred, num_true
+    )
     return (comm or Comm()).sum(table)
 
 
 def matched_accuracy(table: Tensor) -> float:
-    """Share of nodes in their cluster's class under the best one-to-one matching; unmatched clusters and classes count as wrong."""
+    """Share of nodes in their cluster's class under the best one-to-one matching; unmatched
+    clusters and classes count as wrong.
+    """
     t_CM = _counts(table)
     clusters, classes = _match(t_CM)
     return int(t_CM[clusters, classes].sum()) / int(t_CM.sum())
 
 
 def matched_labels(table: Tensor) -> Tensor:
-    """The class that the best one-to-one matching gives each cluster, int64 [clusters]; -1 where it gives none."""
+    """The class that the best one-to-one matching gives each cluster, int64 [clusters]; -1 where it
+    gives none.
+    """
     t_CM = _counts(table)
     clusters, classes = _match(t_CM)
     found = np.full(t_CM.shape[0], -1, dtype=np.int64)
@@ -47,7 +61,9 @@ def matched_labels(table: Tensor) -> Tensor:
 
 
 def nmi(table: Tensor) -> float:
-    """Mutual information over the arithmetic mean of the two entropies; two trivial partitions agree fully (1)."""
+    """Mutual information over the arithmetic mean of the two entropies; two trivial partitions
+    agree fully (1).
+    """
     p_CM = _counts(table).astype(np.float64)
     p_CM /= p_CM.sum()
     p_C, p_M = p_CM.sum(1), p_CM.sum(0)
@@ -59,7 +75,8 @@ def nmi(table: Tensor) -> float:
 
 
 def ari(table: Tensor) -> float:
-    """Adjusted Rand index 2(tp·tn - fn·fp) / ((tp+fn)(fn+tn) + (tp+fp)(fp+tn)) over ordered pairs of nodes; 1 for equal partitions.
+    """Adjusted Rand index 2(tp·tn - fn·fp) / ((tp+fn)(fn+tn) + (tp+fp)(fp+tn)) over ordered pairs
+    of nodes; 1 for equal partitions.
 
     Squares fit int64 up to 3·10⁹ nodes; the products do not, so they are Python integers.
     """
@@ -74,7 +91,9 @@ def ari(table: Tensor) -> float:
 
 
 def macro_f1(table: Tensor) -> float:
-    """Mean over the classes that occur of F1 = 2tp / (size of the matched cluster + size of the class); 0 for a class without a cluster."""
+    """Mean over the classes that occur of F1 = 2tp / (size of the matched cluster + size of the
+    class); 0 for a class without a cluster.
+    """
     t_CM = _counts(table)
     t_CM = t_CM[:, t_CM.sum(0) > 0]
     clusters, classes = _match(t_CM)
@@ -85,21 +104,34 @@ def macro_f1(table: Tensor) -> float:
 
 def cluster_scores(table: Tensor) -> dict[str, float]:
     """The four scores of a contingency table as fractions (ari may be slightly negative)."""
-    return {"acc": matched_accuracy(table), "nmi": nmi(table), "ari": ari(table), "f1": macro_f1(table)}
+    return {
+        "acc": matched_accuracy(table),
+        "nmi": nmi(table),
+        "ari": ari(table),
+        "f1": macro_f1(table),
+    }
 
 
 def hard_modularity(labels: Tensor, topology: Topology, comm: Comm | None = None) -> float:
-    """Collective: Q = Σ_c [E_cc/2m - (vol_c/2m)²] of a partition, E_cc the directed edges inside c, 2m all directed edges (§9.6).
+    """Collective: Q = Σ_c [E_cc/2m - (vol_c/2m)²] of a partition, E_cc the directed edges inside c,
+    2m all directed edges (§9.6).
 
-    labels int64 [N] for all nodes and the whole topology on every rank; each rank counts its own share of the edges, in bounded memory.
+    labels int64 [N] for all nodes and the whole topology on every rank; each rank counts its own
+    share of the edges, in bounded memory.
     """
     comm = comm or Comm()
     if labels.numel() != topology.num_nodes:
-        raise UserError(f"modularity: {labels.numel()} labels for a graph of {topology.num_nodes} nodes; every node needs one.")
+        raise UserError(
+            f"modularity: {labels.numel()} labels for a graph of {topology.num_nodes} nodes; "
+            "every node needs one."
+        )
     if labels.numel() == 0 or topology.num_edges == 0:
         return 0.0
     if int(labels.min()) < 0:
-        raise UserError(f"modularity: {int((labels < 0).sum())} nodes have no cluster (negative label); every node needs one.")
+        raise UserError(
+            f"modularity: {int((labels < 0).sum())} nodes have no cluster (negative label); "
+            "every node needs one."
+        )
     num_clusters = 1 + int(labels.max())
     inside = torch.zeros(1, dtype=torch.int64, device=labels.device)
     volume = torch.zeros(num_clusters, dtype=torch.int64, device=labels.device)
@@ -110,12 +142,19 @@ def hard_modularity(labels: Tensor, topology: Topology, comm: Comm | None = None
         inside += (row_labels == column_labels).sum()
         volume += torch.bincount(row_labels, minlength=num_clusters)
     total = float(topology.num_edges)
-    return int(comm.sum(inside)) / total - float((comm.sum(volume).to(torch.float64) / total).square().sum())
+    return int(comm.sum(inside)) / total - float(
+        (comm.sum(volume).to(torch.float64) / total).square().sum()
+    )
 
 
 def _rows_of(indptr: Tensor, begin: int, end: int) -> Tensor:
-    """Row of each entry begin..end-1 of a compressed matrix, int64 [end - begin], without looking at the other entries."""
-    bounds = torch.searchsorted(indptr, torch.tensor([begin, end - 1], device=indptr.device), right=True) - 1
+    """Row of each entry begin..end-1 of a compressed matrix, int64 [end - begin], without looking
+    at the other entries.
+    """
+    bounds = (
+        torch.searchsorted(indptr, torch.tensor([begin, end - 1], device=indptr.device), right=True)
+        - 1
+    )
     first, last = int(bounds[0]), int(bounds[1])
     counts = indptr[first : last + 2].clamp(begin, end).diff()
     return torch.repeat_interleave(counts) + first
@@ -124,7 +163,10 @@ def _rows_of(indptr: Tensor, begin: int, end: int) -> Tensor:
 def _counts(table: Tensor) -> Any:
     counts = table.cpu().numpy()
     if counts.ndim != 2 or counts.sum() == 0:
-        raise UserError("clustering scores need at least one node with a known label; the contingency table is empty.")
+        raise UserError(
+            "clustering scores need at least one node with a known label; the contingency table "
+            "is empty."
+        )
     return counts
 
 

@@ -1,9 +1,12 @@
-"""How many clusters a graph has, when nobody says: the number at which k-means on smoothed features cuts the graph best.
+"""How many clusters a graph has, when nobody says: the number at which k-means on smoothed features
+cuts the graph best.
 
-k-means on propagated features: the cheap start for huge graphs (§6.2), and the pieces Dink-Net shares with it.
+k-means on propagated features: the cheap start for huge graphs (§6.2), and the pieces Dink-Net
+shares with it.
 
-Smoothing acts on every column alone, so each rank smooths its own columns of all nodes without a word to the others; columns are turned
-into rows once, for k-means. Shapes: N nodes, F features, D columns, n rows of this rank.
+Smoothing acts on every column alone, so each rank smooths its own columns of all nodes without a
+word to the others; columns are turned into rows once, for k-means. Shapes: N nodes, F features, D
+columns, n rows of this rank.
 """
 
 from __future__ import annotations
@@ -46,10 +49,12 @@ def estimate_clusters(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> int:
-    """Collective: the number of clusters C whose k-means on the unit rows of Â^p X has the highest modularity (§9.6) on the graph.
+    """Collective: the number of clusters C whose k-means on the unit rows of Â^p X has the highest
+    modularity (§9.6) on the graph.
 
-    Modularity rises while clusters that belong apart are separated and falls once a community is cut, so it has a maximum inside; no
-    label is looked at. Counts are tried in rising order until five in a row brought no rise.
+    Modularity rises while clusters that belong apart are separated and falls once a community is
+    cut, so it has a maximum inside; no label is looked at. Counts are tried in rising order until
+    five in a row brought no rise.
     """
     comm = comm or Comm()
     rows_nD = propagated_rows(x, topology, settings, seed, comm, tick)
@@ -58,7 +63,9 @@ def estimate_clusters(
     counts = candidates(topology.num_nodes)
     best, highest, since = counts[0], -1.0, 0
     for step, count in enumerate(counts):
-        centres = kmeans(rows_nD[chosen], count, seed=seed, comm=comm, gids=gids[chosen], restarts=_RESTARTS).centres
+        centres = kmeans(
+            rows_nD[chosen], count, seed=seed, comm=comm, gids=gids[chosen], restarts=_RESTARTS
+        ).centres
         labels = comm.gather_rows(assign(rows_nD, centres)[0])
         value = hard_modularity(labels.cpu(), topology, comm)
         tick(step + 1, len(counts), {"clusters": count, "modularity": value}, "number of clusters")
@@ -80,7 +87,9 @@ _MAX_VALUES = 1 << 28  # smoothed features of all nodes: 1 GB in single precisio
 
 @dataclass(frozen=True)
 class PropagatedSettings:
-    """Hops of smoothing, the greatest width of what is smoothed, restarts of k-means, and about how many rows it is fitted on at most."""
+    """Hops of smoothing, the greatest width of what is smoothed, restarts of k-means, and about how
+    many rows it is fitted on at most.
+    """
 
     hops: int = 5
     width: int = 512
@@ -89,8 +98,13 @@ class PropagatedSettings:
 
 
 def settings_for(num_nodes: int) -> PropagatedSettings:
-    """One rule for all graphs: as wide as 1 GB allows; ten starts while k-means sees every row, one beyond (§6.2)."""
-    return PropagatedSettings(width=max(64, _MAX_VALUES // max(num_nodes, 1)), restarts=10 if num_nodes <= PropagatedSettings.fit_rows else 1)
+    """One rule for all graphs: as wide as 1 GB allows; ten starts while k-means sees every row, one
+    beyond (§6.2).
+    """
+    return PropagatedSettings(
+        width=max(64, _MAX_VALUES // max(num_nodes, 1)),
+        restarts=10 if num_nodes <= PropagatedSettings.fit_rows else 1,
+    )
 
 
 def propagated_labels(
@@ -102,50 +116,80 @@ def propagated_labels(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective: labels int64 [N] by k-means on the unit rows of Â^p X, confidence float64 [N] = d₂ - d₁ (§6.6, §6.2).
+    """Collective: labels int64 [N] by k-means on the unit rows of Â^p X, confidence float64 [N] =
+    d₂ - d₁ (§6.6, §6.2).
 
-    Â = D̂^-1/2 (A + I) D̂^-1/2. Features wider than `settings.width` are multiplied by a keyed random matrix first, which keeps distances
-    (Johnson & Lindenstrauss 1984) and commutes with smoothing.
+    Â = D̂^-1/2 (A + I) D̂^-1/2. Features wider than `settings.width` are multiplied by a keyed
+    random matrix first, which keeps distances (Johnson & Lindenstrauss 1984) and commutes with
+    smoothing.
     """
     comm = comm or Comm()
     check_input(x, topology, num_clusters, "k-means on propagated features")
     rows_nD = propagated_rows(x, topology, settings, seed, comm, tick)
     gids = torch.arange(*comm.slice_of(topology.num_nodes), device=rows_nD.device)
     chosen = sampled(gids, topology.num_nodes, settings.fit_rows, seed)
-    found = kmeans(rows_nD[chosen], num_clusters, seed=seed, comm=comm, gids=gids[chosen], restarts=settings.restarts)
+    found = kmeans(
+        rows_nD[chosen],
+        num_clusters,
+        seed=seed,
+        comm=comm,
+        gids=gids[chosen],
+        restarts=settings.restarts,
+    )
     labels, confidence, _ = assign(rows_nD, found.centres)
-    tick(settings.hops + 1, settings.hops + 1, {"loss": found.inertia}, "k-means on propagated features")
+    tick(
+        settings.hops + 1,
+        settings.hops + 1,
+        {"loss": found.inertia},
+        "k-means on propagated features",
+    )
     return comm.gather_rows(labels).cpu(), comm.gather_rows(confidence.to(torch.float64)).cpu()
 
 
-def propagated_rows(x: Features, topology: Topology, settings: PropagatedSettings, seed: int, comm: Comm, tick: Tick) -> Tensor:
+def propagated_rows(
+    x: Features, topology: Topology, settings: PropagatedSettings, seed: int, comm: Comm, tick: Tick
+) -> Tensor:
     """Collective: the unit rows of Â^p X of this rank's nodes, [n, D]."""
     return unit_rows(columns_to_rows(_propagate(x, topology, settings, seed, comm, tick), comm))
 
 
 def check_input(x: Features, topology: Topology, num_clusters: int, method: str) -> None:
     if not 2 <= num_clusters <= topology.num_nodes:
-        raise UserError(f"{method}: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. Choose between 2 and the number of nodes.")
+        raise UserError(
+            f"{method}: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. "
+            "Choose between 2 and the number of nodes."
+        )
     if x.shape[0] != topology.num_nodes:
-        raise UserError(f"{method}: features of {x.shape[0]} nodes were given for a graph of {topology.num_nodes} nodes. Give one row per node.")
+        raise UserError(
+            f"{method}: features of {x.shape[0]} nodes were given for a graph of "
+            f"{topology.num_nodes} nodes. Give one row per node."
+        )
 
 
 def sampled(gids: Tensor, num_nodes: int, fit_rows: int, seed: int) -> Tensor:
-    """Which of these nodes k-means is fitted on: all up to `fit_rows` nodes, else about that many, by a hash of the id. bool like gids."""
+    """Which of these nodes k-means is fitted on: all up to `fit_rows` nodes, else about that many,
+    by a hash of the id. bool like gids.
+    """
     if num_nodes <= fit_rows:
         return torch.ones_like(gids, dtype=torch.bool)
     return keyed.uniform(keyed.stream(seed, "kmeans", -1), gids) < fit_rows / num_nodes
 
 
 def compute_dtype(x: Features) -> torch.dtype:
-    return torch.float64 if (x if isinstance(x, Tensor) else x.value).dtype == torch.float64 else torch.float32
+    return (
+        torch.float64
+        if (x if isinstance(x, Tensor) else x.value).dtype == torch.float64
+        else torch.float32
+    )
 
 
 def project(x: Features, weight_FD: Tensor) -> Tensor:
     """x W, [N, D]; sparse rows multiply their entries only."""
     if isinstance(x, Tensor):
         return x @ weight_FD
-    return weighted_sum(weight_FD.new_zeros(x.shape[0], weight_FD.shape[1]), weight_FD, x.value, x.column, x.row)
+    return weighted_sum(
+        weight_FD.new_zeros(x.shape[0], weight_FD.shape[1]), weight_FD, x.value, x.column, x.row
+    )
 
 
 def gcn_scale(topology: Topology, x: Features) -> Tensor:
@@ -159,7 +203,9 @@ def smooth(z_ND: Tensor, topology: Topology, scale_N: Tensor) -> Tensor:
     out_ND = torch.empty_like(z_ND)
     for rows, edges in _edge_chunks(topology):
         src, dst, scale_T = edges.src.to(z_ND.device), edges.dst.to(z_ND.device), scale_N[rows]
-        out_ND[rows] = weighted_sum(z_ND[rows] * scale_T.square().unsqueeze(1), z_ND, scale_N[src] * scale_T[dst], src, dst)
+        out_ND[rows] = weighted_sum(
+            z_ND[rows] * scale_T.square().unsqueeze(1), z_ND, scale_N[src] * scale_T[dst], src, dst
+        )
     return out_ND
 
 
@@ -170,7 +216,9 @@ def columns_of(num_columns: int, comm: Comm) -> list[slice]:
 
 
 def columns_to_rows(slab_ND: Tensor, comm: Comm) -> Tensor:
-    """Collective: from this rank's columns of all nodes to all columns of this rank's nodes, [n, sum of D over ranks]."""
+    """Collective: from this rank's columns of all nodes to all columns of this rank's nodes, [n,
+    sum of D over ranks].
+    """
     if comm.world == 1:
         return slab_ND
     num_nodes = slab_ND.shape[0]
@@ -182,15 +230,21 @@ def columns_to_rows(slab_ND: Tensor, comm: Comm) -> Tensor:
         part = comm.gather_rows(slab_ND[first:last].t().contiguous())
         if max(first, begin) < min(last, end):
             mine = slice(max(first, begin), min(last, end))
-            rows[mine.start - begin : mine.stop - begin] = part[:, mine.start - first : mine.stop - first].t()
+            rows[mine.start - begin : mine.stop - begin] = part[
+                :, mine.start - first : mine.stop - first
+            ].t()
     return rows
 
 
-def _propagate(x: Features, topology: Topology, settings: PropagatedSettings, seed: int, comm: Comm, tick: Tick) -> Tensor:
+def _propagate(
+    x: Features, topology: Topology, settings: PropagatedSettings, seed: int, comm: Comm, tick: Tick
+) -> Tensor:
     """This rank's columns of Â^p X, or of its sketch, for all nodes: [N, D]."""
     width, scale_N = min(x.shape[1], settings.width), gcn_scale(topology, x)
     blocks = columns_of(width, comm)
-    slab_ND = torch.empty(x.shape[0], sum(b.stop - b.start for b in blocks), dtype=scale_N.dtype, device=x.device)
+    slab_ND = torch.empty(
+        x.shape[0], sum(b.stop - b.start for b in blocks), dtype=scale_N.dtype, device=x.device
+    )
     steps = max(len(blocks), 1) * settings.hops
     for i, block in enumerate(blocks):
         z = _columns(x, block, width, seed)
@@ -202,11 +256,15 @@ def _propagate(x: Features, topology: Topology, settings: PropagatedSettings, se
 
 
 def _columns(x: Features, block: slice, width: int, seed: int) -> Tensor:
-    """Columns of the features, or of their product with random entries ±1/√width where they are wider than that; [N, D]."""
+    """Columns of the features, or of their product with random entries ±1/√width where they are
+    wider than that; [N, D].
+    """
     dtype, columns = compute_dtype(x), torch.arange(block.start, block.stop, device=x.device)
     rows = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
     if x.shape[1] > width:
-        sign = (keyed.bits(keyed.stream(seed, "initial-labels", 1), rows * width + columns) & 1) * 2 - 1
+        sign = (
+            keyed.bits(keyed.stream(seed, "initial-labels", 1), rows * width + columns) & 1
+        ) * 2 - 1
         weight_FD = sign.to(dtype) * width**-0.5
     elif isinstance(x, Tensor):
         return x[:, block].to(dtype).contiguous()
@@ -214,16 +272,37 @@ def _columns(x: Features, block: slice, width: int, seed: int) -> Tensor:
         weight_FD = (rows == columns).to(dtype)
     if not isinstance(x, Tensor):
         return project(x.to(dtype), weight_FD)
-    # Half-precision features are raised a piece at a time: all of them may not fit into memory twice.
-    return torch.cat([part.to(dtype) @ weight_FD for part in x.split(max(1, _CHUNK_VALUES // x.shape[1]))])
+    # Half-precision features are raised a piece at a time: all of them may not fit into memory
+    # twice.
+    return torch.cat(
+        [part.to(dtype) @ weight_FD for part in x.split(max(1, _CHUNK_VALUES // x.shape[1]))]
+    )
 
 
 def _edge_chunks(topology: Topology) -> Iterator[tuple[slice, EdgeList]]:
-    """(range of targets, messages into them, targets counted from its start), in order, until all nodes have had theirs."""
+    """(range of targets, messages into them, targets counted from its start), in order, until all
+    nodes have had theirs.
+    """
     begin = 0
     while begin < topology.num_nodes:
-        whole = int(torch.searchsorted(topology.indptr, topology.indptr[begin] + _CHUNK_EDGES, right=True)) - 1
+        whole = (
+            int(
+                torch.searchsorted(
+                    topology.indptr, topology.indptr[begin] + _CHUNK_EDGES, right=True
+                )
+            )
+            - 1
+        )
         end = min(max(whole, begin + 1), topology.num_nodes)
-        src = topology.indices[int(topology.indptr[begin]) : int(topology.indptr[end])].to(torch.int64)
-        yield slice(begin, end), EdgeList(src, torch.repeat_interleave(topology.indptr[begin : end + 1].diff()), topology.num_nodes)
+        src = topology.indices[int(topology.indptr[begin]) : int(topology.indptr[end])].to(
+            torch.int64
+        )
+        yield (
+            slice(begin, end),
+            EdgeList(
+                src,
+                torch.repeat_interleave(topology.indptr[begin : end + 1].diff()),
+                topology.num_nodes,
+            ),
+        )
         begin = end

@@ -2,7 +2,8 @@
 
 One step of gradient descent that all ranks make alike.
 
-R-DGAE (§6.3): a graph auto-encoder whose embedding is clustered while it learns, from trusted nodes and on a corrected graph.
+R-DGAE (§6.3): a graph auto-encoder whose embedding is clustered while it learns, from trusted nodes
+and on a corrected graph.
 
 Shapes: N nodes, F features, H hidden, D width of the embedding, C clusters.
 """
@@ -39,11 +40,13 @@ _ROUNDS = 3
 
 
 def consensus(members: Sequence[Tensor], reference: int = 0) -> Tensor:
-    """The mean of M soft assignments q [N, C] after renumbering each to agree best with the others; float64 [N, C], rows sum to 1.
+    """The mean of M soft assignments q [N, C] after renumbering each to agree best with the others;
+    float64 [N, C], rows sum to 1.
 
-    Clusters carry arbitrary numbers, so each member is matched to a base by the permutation π that maximises Σ_i Σ_c base_ic q_i,π(c)
-    (the assignment problem). The base is the reference member at first, then the mean so far. A member that found nothing has nearly
-    uniform rows and so hardly a vote.
+    Clusters carry arbitrary numbers, so each member is matched to a base by the permutation π that
+    maximises Σ_i Σ_c base_ic q_i,π(c) (the assignment problem). The base is the reference member at
+    first, then the mean so far. A member that found nothing has nearly uniform rows and so hardly a
+    vote.
     """
     votes = [q.to(torch.float64) for q in members]
     base_NC = votes[reference]
@@ -60,12 +63,17 @@ def _matching(base_NC: Tensor, q_NC: Tensor) -> Tensor:
 
 
 def step_on(share: Tensor, optimiser: torch.optim.Optimizer, comm: Comm, method: str) -> float:
-    """Collective: one step of the optimiser on the sum of all ranks' shares; returns that sum. Parameters stay alike everywhere."""
+    """Collective: one step of the optimiser on the sum of all ranks' shares; returns that sum.
+    Parameters stay alike everywhere.
+    """
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     grads = torch.autograd.grad(share, parameters, materialize_grads=True)
     total = comm.sum(torch.cat([share.detach().reshape(1), *(g.flatten() for g in grads)]))
     if not bool(total.isfinite().all()):
-        raise UserError(f"{method} diverged: its loss or gradients are no longer finite. Check the features for huge values, or lower the learning rate.")
+        raise UserError(
+            f"{method} diverged: its loss or gradients are no longer finite. Check the features "
+            "for huge values, or lower the learning rate."
+        )
     for p, grad in zip(parameters, total[1:].split([p.numel() for p in parameters]), strict=True):
         p.grad = grad.view_as(p)
     optimiser.step()
@@ -77,7 +85,9 @@ Tick = Callable[[int, int, dict[str, float], str], None]
 
 @dataclass(frozen=True)
 class RDGAESettings:
-    """Defaults are those for a graph without published settings, at C = 7 (§6.3); `settings_for` gives the others."""
+    """Defaults are those for a graph without published settings, at C = 7 (§6.3); `settings_for`
+    gives the others.
+    """
 
     beta1: float = 2 / 7
     beta2: float = 1 / 7
@@ -96,15 +106,21 @@ class RDGAESettings:
     relabel_every: int = 15  # epochs between two target distributions p
     restarts: int = 20
     members: int = 5  # auto-encoders whose assignments are averaged
-    exact_nodes: int = 10_000  # above, the mean over all pairs is estimated from as many sampled pairs as the target has positives
+    # above, the mean over all pairs is estimated from as many sampled pairs as the target has
+    # positives
+    exact_nodes: int = 10_000
 
 
 def settings_for(name: str, num_clusters: int) -> RDGAESettings:
     """The published settings of a dataset, else Cora's with β1 = 2/C and β2 = 1/C (§6.3)."""
     published = {
         "cora": RDGAESettings(0.33, 0.18),
-        "citeseer": RDGAESettings(0.20, 0.10, cluster_lr=0.001, sample_every=1, correct_every=50, correct_until=150),
-        "pubmed": RDGAESettings(0.30, 0.40, cluster_lr=0.001, sample_every=5, correct_every=50, correct_until=100),
+        "citeseer": RDGAESettings(
+            0.20, 0.10, cluster_lr=0.001, sample_every=1, correct_every=50, correct_until=150
+        ),
+        "pubmed": RDGAESettings(
+            0.30, 0.40, cluster_lr=0.001, sample_every=5, correct_every=50, correct_until=100
+        ),
     }
     return published.get(name) or RDGAESettings(2 / num_clusters, 1 / num_clusters)
 
@@ -118,19 +134,34 @@ def rdgae_labels(
     comm: Comm | None = None,
     tick: Tick = lambda step, total, values, stage: None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective: labels int64 [N] = argmax q and confidence float64 [N] = q⁽¹⁾ - q⁽²⁾; x [N, F] (§6.3).
+    """Collective: labels int64 [N] = argmax q and confidence float64 [N] = q⁽¹⁾ - q⁽²⁾; x [N, F]
+    (§6.3).
 
-    q is the consensus of several auto-encoders after their last epochs: where one ends depends much on its first weights, and nothing
-    without labels tells which of them is right, but what most of them agree on is.
+    q is the consensus of several auto-encoders after their last epochs: where one ends depends much
+    on its first weights, and nothing without labels tells which of them is right, but what most of
+    them agree on is.
     """
     if not 2 <= num_clusters <= topology.num_nodes:
-        raise UserError(f"R-DGAE: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. Choose between 2 and the number of nodes.")
+        raise UserError(
+            f"R-DGAE: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. Choose "
+            "between 2 and the number of nodes."
+        )
     if x.shape[0] != topology.num_nodes:
-        raise UserError(f"R-DGAE: features of {x.shape[0]} nodes were given for a graph of {topology.num_nodes} nodes.")
+        raise UserError(
+            f"R-DGAE: features of {x.shape[0]} nodes were given for a graph of "
+            f"{topology.num_nodes} nodes."
+        )
     counts, comm = restored_counts(x), comm or Comm()
     members = []
     for member in range(settings.members):
-        run = _Run(counts, topology, settings, keyed.derive(seed, member) if member else seed, comm, _named(tick, member, settings.members))
+        run = _Run(
+            counts,
+            topology,
+            settings,
+            keyed.derive(seed, member) if member else seed,
+            comm,
+            _named(tick, member, settings.members),
+        )
         run.pretrain()
         members.append(run.cluster(num_clusters))
     fits = [hard_modularity(q.argmax(1).cpu(), topology, comm) for q in members]
@@ -140,13 +171,17 @@ def rdgae_labels(
 
 
 def _named(tick: Tick, member: int, members: int) -> Tick:
-    return lambda step, total, values, stage: tick(step, total, values, f"{stage} {member + 1}/{members}" if members > 1 else stage)
+    return lambda step, total, values, stage: tick(
+        step, total, values, f"{stage} {member + 1}/{members}" if members > 1 else stage
+    )
 
 
 def restored_counts(x: Features) -> Features:
-    """Row-normalised words (§2.1) as they were before: where all rows sum to 1, each is divided by its largest entry. Other features stay as given.
+    """Row-normalised words (§2.1) as they were before: where all rows sum to 1, each is divided by
+    its largest entry. Other features stay as given.
 
-    The auto-encoder wants raw bags of words (§6.3): on normalised rows its embedding stays near zero and the clusters collapse.
+    The auto-encoder wants raw bags of words (§6.3): on normalised rows its embedding stays near
+    zero and the clusters collapse.
     """
     if isinstance(x, Tensor):
         sums, largest = x.sum(1), x.amax(1)
@@ -164,7 +199,9 @@ def _are_ones(sums: Tensor) -> bool:
 
 
 class Encoder(nn.Module):
-    """Z = Â ReLU(Â X W₀) W₁ with Â = D̂^-1/2 (A + I) D̂^-1/2, no biases, Glorot-uniform (§6.3). w0 [F, H], w1 [H, D]."""
+    """Z = Â ReLU(Â X W₀) W₁ with Â = D̂^-1/2 (A + I) D̂^-1/2, no biases, Glorot-uniform (§6.3). w0
+    [F, H], w1 [H, D].
+    """
 
     def __init__(self, num_features: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -178,11 +215,21 @@ class Encoder(nn.Module):
     def _project(self, x: Features) -> Tensor:
         if isinstance(x, Tensor):
             return x @ self.w0
-        return weighted_sum(self.w0.new_zeros(x.shape[0], self.w0.shape[1]), self.w0, x.value, x.column, x.row)
+        return weighted_sum(
+            self.w0.new_zeros(x.shape[0], self.w0.shape[1]), self.w0, x.value, x.column, x.row
+        )
 
 
 class _Run:
-    def __init__(self, x: Features, topology: Topology, settings: RDGAESettings, seed: int, comm: Comm, tick: Tick) -> None:
+    def __init__(
+        self,
+        x: Features,
+        topology: Topology,
+        settings: RDGAESettings,
+        seed: int,
+        comm: Comm,
+        tick: Tick,
+    ) -> None:
         self.x, self.settings, self.seed, self.comm, self.tick = x, settings, seed, comm, tick
         self.edges = topology.edge_list().to(x.device)
         self.target = TargetGraph.of(topology, x.device)
@@ -199,36 +246,61 @@ class _Run:
         """This rank's share."""
         if self.target.num_nodes <= self.settings.exact_nodes:
             return reconstruction_loss(z_ND, self.target, self.comm)
-        return sampled_reconstruction_loss(z_ND, self.target, self.target.num_pairs, keyed.stream(self.seed, "rdgae", step), self.comm)
+        return sampled_reconstruction_loss(
+            z_ND,
+            self.target,
+            self.target.num_pairs,
+            keyed.stream(self.seed, "rdgae", step),
+            self.comm,
+        )
 
     def pretrain(self) -> None:
         """Collective: the auto-encoder alone."""
         s = self.settings
-        optimiser = torch.optim.Adam(self.encoder.parameters(), lr=s.pretrain_lr, weight_decay=s.pretrain_decay)
+        optimiser = torch.optim.Adam(
+            self.encoder.parameters(), lr=s.pretrain_lr, weight_decay=s.pretrain_decay
+        )
         for epoch in range(s.pretrain_epochs):
             loss = step_on(self.reconstruction(self.embed(), epoch), optimiser, self.comm, "R-DGAE")
             self.tick(epoch + 1, s.pretrain_epochs, {"loss": loss}, "R-DGAE pre-training")
 
     def cluster(self, num_clusters: int) -> Tensor:
-        """Collective: k-means centres, then the joint objective; returns the last assignments q, [N, C]."""
+        """Collective: k-means centres, then the joint objective; returns the last assignments q,
+        [N, C].
+        """
         s, comm = self.settings, self.comm
         centres_CD = nn.Parameter(self._first_centres(num_clusters))
-        optimiser = torch.optim.Adam([*self.encoder.parameters(), centres_CD], lr=s.cluster_lr, weight_decay=s.cluster_decay)
+        optimiser = torch.optim.Adam(
+            [*self.encoder.parameters(), centres_CD], lr=s.cluster_lr, weight_decay=s.cluster_decay
+        )
         schedule = torch.optim.lr_scheduler.StepLR(optimiser, step_size=10, gamma=0.9)
-        trusted = TrustedNodes(torch.zeros(self.target.num_nodes, dtype=torch.bool, device=centres_CD.device), s.beta1, s.beta2)
+        trusted = TrustedNodes(
+            torch.zeros(self.target.num_nodes, dtype=torch.bool, device=centres_CD.device),
+            s.beta1,
+            s.beta2,
+        )
         for epoch in range(s.cluster_epochs):
             z_ND = self.embed()
             with torch.no_grad():
                 squared_NC = squared_distances(z_ND, centres_CD)
-                trusted.after_epoch(log_assignments(squared_NC).exp() if epoch % s.sample_every == 0 else None)
+                trusted.after_epoch(
+                    log_assignments(squared_NC).exp() if epoch % s.sample_every == 0 else None
+                )
                 if epoch % s.relabel_every == 0:
                     labels = squared_NC.argmin(1)
                 if epoch % s.correct_every == 0 and epoch <= s.correct_until:
                     self.target = self.target.corrected(squared_NC, trusted.omega)
-            loss = self.reconstruction(z_ND, s.pretrain_epochs + epoch) + s.gamma * clustering_loss(z_ND, centres_CD, labels, trusted.omega, comm)
+            loss = self.reconstruction(z_ND, s.pretrain_epochs + epoch) + s.gamma * clustering_loss(
+                z_ND, centres_CD, labels, trusted.omega, comm
+            )
             value = step_on(loss, optimiser, comm, "R-DGAE")
             schedule.step()
-            self.tick(epoch + 1, s.cluster_epochs, {"loss": value, "trusted": float(trusted.omega.sum())}, "R-DGAE clustering")
+            self.tick(
+                epoch + 1,
+                s.cluster_epochs,
+                {"loss": value, "trusted": float(trusted.omega.sum())},
+                "R-DGAE clustering",
+            )
         with torch.no_grad():
             return log_assignments(squared_distances(self.embed(), centres_CD)).exp()
 
@@ -239,5 +311,12 @@ class _Run:
         begin, end = self.comm.slice_of(z_ND.shape[0])
         gids = torch.arange(begin, end, device=z_ND.device)
         key = keyed.stream(self.seed, "rdgae", -1)
-        found = kmeans(z_ND[begin:end], num_clusters, seed=key, comm=self.comm, gids=gids, restarts=self.settings.restarts)
+        found = kmeans(
+            z_ND[begin:end],
+            num_clusters,
+            seed=key,
+            comm=self.comm,
+            gids=gids,
+            restarts=self.settings.restarts,
+        )
         return found.centres.to(z_ND.dtype)

@@ -1,6 +1,8 @@
-"""What R-DGAE (§6.3) decides without gradients: which nodes it trusts (Ξ) and which graph it reconstructs (Υ). N nodes, C clusters, P pairs.
+"""What R-DGAE (§6.3) decides without gradients: which nodes it trusts (Ξ) and which graph it
+reconstructs (Υ). N nodes, C clusters, P pairs.
 
-The two losses of R-DGAE (§6.3), each as the share of one rank: the shares of all ranks add up to the loss, and so do their gradients.
+The two losses of R-DGAE (§6.3), each as the share of one rank: the shares of all ranks add up to
+the loss, and so do their gradients.
 
 Shapes: N nodes, D width of the embedding, C clusters, P listed pairs.
 """
@@ -26,7 +28,9 @@ _BETA1_DECAY, _BETA2_DECAY, _PATIENCE = 0.95, 0.85, 15
 
 @dataclass(frozen=True)
 class TargetGraph:
-    """The positives of the reconstruction, A + I at first: `keys` int64 [P] = i·N + j, ascending, without repetition, all (i, i) among them."""
+    """The positives of the reconstruction, A + I at first: `keys` int64 [P] = i·N + j, ascending,
+    without repetition, all (i, i) among them.
+    """
 
     keys: Tensor
     num_nodes: int
@@ -34,7 +38,10 @@ class TargetGraph:
     @classmethod
     def of(cls, topology: Topology, device: torch.device) -> TargetGraph:
         if not topology.num_edges:
-            raise UserError("R-DGAE learns from the edges, and this graph has none. Choose other initial labels, for example by k-means or from a file.")
+            raise UserError(
+                "R-DGAE learns from the edges, and this graph has none. Choose other initial "
+                "labels, for example by k-means or from a file."
+            )
         num_nodes = topology.num_nodes
         edges = topology.rows() * num_nodes + topology.indices.to(torch.int64)
         own = torch.arange(num_nodes) * (num_nodes + 1)
@@ -56,12 +63,15 @@ class TargetGraph:
         return keys // self.num_nodes, keys % self.num_nodes
 
     def corrected(self, squared_NC: Tensor, omega: Tensor) -> TargetGraph:
-        """Υ: every node of Ω is tied to its cluster's hub, the Ω-node nearest the centre, and loses its edges to Ω-nodes of other clusters (§6.3).
+        """Υ: every node of Ω is tied to its cluster's hub, the Ω-node nearest the centre, and loses
+        its edges to Ω-nodes of other clusters (§6.3).
 
         squared_NC squared distances to the centres, omega bool [N].
         """
         labels = squared_NC.argmin(1)
-        is_member_NC = omega[:, None] & (labels[:, None] == torch.arange(squared_NC.shape[1], device=labels.device))
+        is_member_NC = omega[:, None] & (
+            labels[:, None] == torch.arange(squared_NC.shape[1], device=labels.device)
+        )
         hub_C = squared_NC.masked_fill(~is_member_NC, math.inf).argmin(0)
         trusted = omega.nonzero().squeeze(1)
         ties = trusted * self.num_nodes + hub_C[labels[trusted]]
@@ -72,7 +82,9 @@ class TargetGraph:
 
 @dataclass
 class TrustedNodes:
-    """Ξ: Ω = {i : q⁽¹⁾ > β1 and q⁽¹⁾ - q⁽²⁾ > β2}, replaced by larger sets only; β1, β2 shrink when it stops growing (§6.3). omega bool [N]."""
+    """Ξ: Ω = {i : q⁽¹⁾ > β1 and q⁽¹⁾ - q⁽²⁾ > β2}, replaced by larger sets only; β1, β2 shrink when
+    it stops growing (§6.3). omega bool [N].
+    """
 
     omega: Tensor
     beta1: float
@@ -80,7 +92,9 @@ class TrustedNodes:
     stalled: int = 0
 
     def after_epoch(self, q_NC: Tensor | None) -> None:
-        """Count an epoch. Assignments q_NC are given when a new Ω is due: it is taken if it has more nodes."""
+        """Count an epoch. Assignments q_NC are given when a new Ω is due: it is taken if it has
+        more nodes.
+        """
         grew = False
         if q_NC is not None:
             best, second = q_NC.topk(2, dim=1).values.unbind(1)
@@ -89,19 +103,25 @@ class TrustedNodes:
             self.omega = found if grew else self.omega
         self.stalled += not grew
         if self.stalled == _PATIENCE:
-            self.stalled, self.beta1, self.beta2 = 0, self.beta1 * _BETA1_DECAY, self.beta2 * _BETA2_DECAY
+            self.stalled, self.beta1, self.beta2 = (
+                0,
+                self.beta1 * _BETA1_DECAY,
+                self.beta2 * _BETA2_DECAY,
+            )
 
 
 _TILE = 512  # a tile of logits, 1 MB in single precision, stays in a processor's cache
 _PAIRS_PER_CHUNK = 1 << 20
-_LOWEST_LOGIT = -80.0  # σ and its logarithm are normal numbers down to here in single precision; softplus is 0 to rounding
+# σ and its logarithm are normal numbers down to here in single precision; softplus is 0 to rounding
+_LOWEST_LOGIT = -80.0
 
 
 def reconstruction_loss(z_ND: Tensor, target: TargetGraph, comm: Comm) -> Tensor:
-    """This rank's share of 1/N² Σ_ij BCE(σ(z_i·z_j), T_ij) over all N² pairs, positives weighted w = (N² - |A|)/|A| (§6.3).
+    """This rank's share of 1/N² Σ_ij BCE(σ(z_i·z_j), T_ij) over all N² pairs, positives weighted w
+    = (N² - |A|)/|A| (§6.3).
 
-    With s = z_i·z_j it is 1/N² [Σ_all softplus(s) + Σ_positives (w-1)·softplus(s) - w·s]: the first sum by tiles of the upper triangle,
-    the second along the target's pairs.
+    With s = z_i·z_j it is 1/N² [Σ_all softplus(s) + Σ_positives (w-1)·softplus(s) - w·s]: the first
+    sum by tiles of the upper triangle, the second along the target's pairs.
     """
     num_nodes = z_ND.shape[0]
     starts = torch.arange(0, num_nodes, _TILE)
@@ -111,8 +131,12 @@ def reconstruction_loss(z_ND: Tensor, target: TargetGraph, comm: Comm) -> Tensor
     return cast(Tensor, (everything + _positives(z_ND, target, comm)) / num_nodes**2)
 
 
-def sampled_reconstruction_loss(z_ND: Tensor, target: TargetGraph, num_samples: int, key: int, comm: Comm) -> Tensor:
-    """This rank's share of the same loss with the mean over all pairs estimated, without bias, from `num_samples` uniform pairs (§6.3)."""
+def sampled_reconstruction_loss(
+    z_ND: Tensor, target: TargetGraph, num_samples: int, key: int, comm: Comm
+) -> Tensor:
+    """This rank's share of the same loss with the mean over all pairs estimated, without bias, from
+    `num_samples` uniform pairs (§6.3).
+    """
     num_nodes = z_ND.shape[0]
     ids = torch.arange(*comm.slice_of(num_samples), device=z_ND.device)
     first, second = (keyed.integers(keyed.derive(key, end), ids, num_nodes) for end in (0, 1))
@@ -120,8 +144,12 @@ def sampled_reconstruction_loss(z_ND: Tensor, target: TargetGraph, num_samples: 
     return cast(Tensor, drawn / num_samples + _positives(z_ND, target, comm) / num_nodes**2)
 
 
-def clustering_loss(z_ND: Tensor, centres_CD: Tensor, labels: Tensor, omega: Tensor, comm: Comm) -> Tensor:
-    """This rank's share of Σ_{i∈Ω} KL(p_i‖q_i) with p_i the one-hot `labels[i]`, i.e. -Σ_{i∈Ω} log q_i,labels[i] (§6.3); omega bool [N]."""
+def clustering_loss(
+    z_ND: Tensor, centres_CD: Tensor, labels: Tensor, omega: Tensor, comm: Comm
+) -> Tensor:
+    """This rank's share of Σ_{i∈Ω} KL(p_i‖q_i) with p_i the one-hot `labels[i]`, i.e. -Σ_{i∈Ω} log
+    q_i,labels[i] (§6.3); omega bool [N].
+    """
     begin, end = comm.slice_of(z_ND.shape[0])
     gids = omega[begin:end].nonzero().squeeze(1) + begin
     log_q = log_assignments(squared_distances(z_ND[gids], centres_CD))
@@ -130,7 +158,9 @@ def clustering_loss(z_ND: Tensor, centres_CD: Tensor, labels: Tensor, omega: Ten
 
 def squared_distances(z_ND: Tensor, centres_CD: Tensor) -> Tensor:
     """‖z_i - μ_j‖², [N, C]."""
-    return (z_ND.square().sum(1, keepdim=True) + centres_CD.square().sum(1) - 2 * z_ND @ centres_CD.t()).clamp(min=0)
+    return (
+        z_ND.square().sum(1, keepdim=True) + centres_CD.square().sum(1) - 2 * z_ND @ centres_CD.t()
+    ).clamp(min=0)
 
 
 def log_assignments(squared_NC: Tensor) -> Tensor:
@@ -145,7 +175,8 @@ def _positives(z_ND: Tensor, target: TargetGraph, comm: Comm) -> Tensor:
 
 
 class _TileSum(torch.autograd.Function):
-    """Σ softplus(z_i·z_j) over tiles of the symmetric matrix ZZᵀ, a tile off the diagonal standing for its mirror image too.
+    """Σ softplus(z_i·z_j) over tiles of the symmetric matrix ZZᵀ, a tile off the diagonal standing
+    for its mirror image too.
 
     The gradient is made along with the value, so no tile is computed twice and only [N, D] is kept.
     """
@@ -175,7 +206,9 @@ class _PairSum(torch.autograd.Function):
     """Σ_p a·softplus(s_p) - b·s_p with s_p = z[first_p]·z[second_p]; nothing of size P x D is kept."""
 
     @staticmethod
-    def forward(ctx: Any, z_ND: Tensor, first: Tensor, second: Tensor, a: float, b: float) -> Tensor:
+    def forward(
+        ctx: Any, z_ND: Tensor, first: Tensor, second: Tensor, a: float, b: float
+    ) -> Tensor:
         logits = z_ND.new_empty(first.numel())
         for begin in range(0, first.numel(), _PAIRS_PER_CHUNK):
             part = slice(begin, begin + _PAIRS_PER_CHUNK)

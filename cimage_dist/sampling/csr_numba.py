@@ -1,6 +1,8 @@
-"""The same draws as `csr_select`, entry for entry, as compiled row loops, and a hash table for local ids. Needs numba.
+"""The same draws as `csr_select`, entry for entry, as compiled row loops, and a hash table for
+local ids. Needs numba.
 
-Integer arithmetic is in uint64 throughout: numba turns mixed signed and unsigned operands into floats.
+Integer arithmetic is in uint64 throughout: numba turns mixed signed and unsigned operands into
+floats.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _NO_PAIRS = np.empty(0, dtype=np.int64)
 
 
 def _jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile, keeping the machine code on disk where that is possible (a read-only installation has no place for it)."""
+    """Compile, keeping the machine code on disk where that is possible (a read-only installation
+    has no place for it).
+    """
     try:
         return numba.njit(fn, nogil=True, cache=True)
     except RuntimeError:
@@ -73,7 +77,9 @@ def _is_hidden(row, column, pairs, low, high, num_nodes, threshold, extra_key): 
 
 @_jit
 def _insert(values, size, value, capacity):  # type: ignore[no-untyped-def]
-    """Insert into the ascending values[:size], dropping the largest beyond `capacity`; returns the new size."""
+    """Insert into the ascending values[:size], dropping the largest beyond `capacity`; returns the
+    new size.
+    """
     place = size if size < capacity else capacity - 1
     while place > 0 and values[place - 1] > value:
         values[place] = values[place - 1]
@@ -84,7 +90,21 @@ def _insert(values, size, value, capacity):  # type: ignore[no-untyped-def]
 
 @_jit
 def _select_rows(  # type: ignore[no-untyped-def]
-    indptr, indices, targets, fanout, bound, max_draws, listed_key, drawn_key, pairs, num_nodes, rate, threshold, extra_key, tie_mask, entry
+    indptr,
+    indices,
+    targets,
+    fanout,
+    bound,
+    max_draws,
+    listed_key,
+    drawn_key,
+    pairs,
+    num_nodes,
+    rate,
+    threshold,
+    extra_key,
+    tie_mask,
+    entry,
 ):
     num_targets = len(targets)
     count = np.zeros(num_targets, dtype=np.int64)
@@ -106,7 +126,16 @@ def _select_rows(  # type: ignore[no-untyped-def]
         if fanout < 0 or degree <= fanout:
             start = written
             for i in range(degree):
-                if is_doubtful and _is_hidden(row, np.int64(indices[begin + i]), pairs, low, high, num_nodes, threshold, extra_key):
+                if is_doubtful and _is_hidden(
+                    row,
+                    np.int64(indices[begin + i]),
+                    pairs,
+                    low,
+                    high,
+                    num_nodes,
+                    threshold,
+                    extra_key,
+                ):
                     continue
                 entry[written] = begin + i
                 written += 1
@@ -117,7 +146,16 @@ def _select_rows(  # type: ignore[no-untyped-def]
             seen = 0
             size = 0
             for i in range(degree):
-                if is_doubtful and _is_hidden(row, np.int64(indices[begin + i]), pairs, low, high, num_nodes, threshold, extra_key):
+                if is_doubtful and _is_hidden(
+                    row,
+                    np.int64(indices[begin + i]),
+                    pairs,
+                    low,
+                    high,
+                    num_nodes,
+                    threshold,
+                    extra_key,
+                ):
                     continue
                 draw = bits(listed_key, state + _U64(i + 1) * _GAMMA)
                 value = np.int64(((draw >> _ONE) & ~tie_mask) | (_U64(i) & tie_mask))
@@ -144,7 +182,16 @@ def _select_rows(  # type: ignore[no-untyped-def]
                 known = _lower_bound(best, 0, size, place)
                 if known < size and best[known] == place:
                     continue
-                if is_doubtful and _is_hidden(row, np.int64(indices[begin + place]), pairs, low, high, num_nodes, threshold, extra_key):
+                if is_doubtful and _is_hidden(
+                    row,
+                    np.int64(indices[begin + place]),
+                    pairs,
+                    low,
+                    high,
+                    num_nodes,
+                    threshold,
+                    extra_key,
+                ):
                     continue
                 size = _insert(best, size, place, fanout)
             if size < fanout:
@@ -158,25 +205,58 @@ def _select_rows(  # type: ignore[no-untyped-def]
     return written, count, visible, is_failed
 
 
-def select(graph: CsrGraph, targets: NDArray[np.int64], fanout: int, bound: int, keys: DrawKeys, hidden: HiddenEdges | None) -> Selection:
+def select(
+    graph: CsrGraph,
+    targets: NDArray[np.int64],
+    fanout: int,
+    bound: int,
+    keys: DrawKeys,
+    hidden: HiddenEdges | None,
+) -> Selection:
     """As `csr_select.select`, with the same result."""
     degree = graph.indptr[targets + 1] - graph.indptr[targets]
-    entry = np.empty(int(degree.sum() if fanout < 0 else np.minimum(degree, fanout).sum()), dtype=np.int64)
+    entry = np.empty(
+        int(degree.sum() if fanout < 0 else np.minimum(degree, fanout).sum()), dtype=np.int64
+    )
     pairs, num_nodes, rate, threshold, extra_key = _NO_PAIRS, len(graph.indptr) - 1, 0.0, 0, 0
     if hidden is not None:
-        pairs, rate, threshold, extra_key = hidden.pair_keys, hidden.extra_rate, hidden.threshold, hidden.extra_key
+        pairs, rate, threshold, extra_key = (
+            hidden.pair_keys,
+            hidden.extra_rate,
+            hidden.threshold,
+            hidden.extra_key,
+        )
     max_draws = csr_select.num_draws(fanout)[1]
-    # Constants of csr_select are passed in: numba's files on disk are renewed when this file changes, not when that one does.
+    # Constants of csr_select are passed in: numba's files on disk are renewed when this file
+    # changes, not when that one does.
     tie_mask = (1 << csr_select.TIE_BITS) - 1
-    listed_key, drawn_key, threshold64, extra64, tie64 = (_U64(value & _MASK64) for value in (keys.listed, keys.drawn, threshold, extra_key, tie_mask))
+    listed_key, drawn_key, threshold64, extra64, tie64 = (
+        _U64(value & _MASK64) for value in (keys.listed, keys.drawn, threshold, extra_key, tie_mask)
+    )
     written, count, visible, is_failed = _select_rows(
-        graph.indptr, graph.indices, targets, fanout, bound, max_draws, listed_key, drawn_key, pairs, num_nodes, rate, threshold64, extra64, tie64, entry
+        graph.indptr,
+        graph.indices,
+        targets,
+        fanout,
+        bound,
+        max_draws,
+        listed_key,
+        drawn_key,
+        pairs,
+        num_nodes,
+        rate,
+        threshold64,
+        extra64,
+        tie64,
+        entry,
     )
     selection = Selection(entry[:written], count, visible)
     failed = np.flatnonzero(is_failed)
     if not failed.size:
         return selection
-    return csr_select.replace_rows(selection, failed, csr_select.rescue(graph, targets[failed], fanout, keys.rescue, hidden))
+    return csr_select.replace_rows(
+        selection, failed, csr_select.rescue(graph, targets[failed], fanout, keys.rescue, hidden)
+    )
 
 
 @_jit
@@ -190,7 +270,9 @@ def _find(slots, item, mask):  # type: ignore[no-untyped-def]
 
 @_jit
 def _insert_ids(slots, known, columns, place, fresh):  # type: ignore[no-untyped-def]
-    """Slot of every column, and the slots of those not known before, in order of first appearance; returns how many."""
+    """Slot of every column, and the slots of those not known before, in order of first appearance;
+    returns how many.
+    """
     mask = _U64(len(slots) - 1)
     for i in range(len(known)):
         slot = _find(slots, known[i], mask)
@@ -215,8 +297,12 @@ def _label_ids(slots, ordered, num_known, place):  # type: ignore[no-untyped-def
         place[i] = slots[place[i], 1]
 
 
-def relabel(known: NDArray[np.int64], columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As `csr_sampler.relabel`, by a hash table instead of a sort of all columns; at most half of its (id, local id) slots are used."""
+def relabel(
+    known: NDArray[np.int64], columns: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As `csr_sampler.relabel`, by a hash table instead of a sort of all columns; at most half of
+    its (id, local id) slots are used.
+    """
     slots = np.full((1 << (2 * (len(known) + len(columns))).bit_length(), 2), -1, dtype=np.int64)
     place, fresh = np.empty_like(columns), np.empty_like(columns)
     fresh = fresh[: _insert_ids(slots, known, columns, place, fresh)]

@@ -1,4 +1,6 @@
-"""Edges that message passing must not see in a step: the global batch's seed edges, and a keyed share of all others (§3.3, §11.1)."""
+"""Edges that message passing must not see in a step: the global batch's seed edges, and a keyed
+share of all others (§3.3, §11.1).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ _NONE = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class HiddenEdges:
-    """Edge {u, v} is hidden when it is listed, or when uniform(extra_key, min * N + max) < extra_rate.
+    """Edge {u, v} is hidden when it is listed, or when uniform(extra_key, min * N + max) <
+    extra_rate.
 
-    pair_keys int64 [2b] holds row * N + column of every listed edge in both directions, ascending and without repeats. Listed pairs
-    must be edges of the graph. Both rules are symmetric, and neither depends on rank or on what else is sampled.
+    pair_keys int64 [2b] holds row * N + column of every listed edge in both directions, ascending
+    and without repeats. Listed pairs must be edges of the graph. Both rules are symmetric, and
+    neither depends on rank or on what else is sampled.
     """
 
     num_nodes: int
@@ -37,7 +41,9 @@ class HiddenEdges:
         if not self.pair_keys.size:
             return np.zeros(len(rows), dtype=np.int64)
         first = rows * self.num_nodes
-        return np.searchsorted(self.pair_keys, first + self.num_nodes) - np.searchsorted(self.pair_keys, first)
+        return np.searchsorted(self.pair_keys, first + self.num_nodes) - np.searchsorted(
+            self.pair_keys, first
+        )
 
     def is_hidden(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each pair (gid, gid) is hidden, elementwise."""
@@ -48,16 +54,30 @@ class HiddenEdges:
             out = self.pair_keys[place] == pairs
         if self.extra_rate > 0:
             pair_ids = np.minimum(rows, columns) * self.num_nodes + np.maximum(rows, columns)
-            out |= (keyed.uniform(self.extra_key, torch.from_numpy(pair_ids)) < self.extra_rate).numpy()
+            out |= (
+                keyed.uniform(self.extra_key, torch.from_numpy(pair_ids)) < self.extra_rate
+            ).numpy()
         return out
 
-    def expected_visible(self, rows: NDArray[np.int64], degree: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Visible degree without reading the row: exact for the listed edges, its mean for the keyed share."""
+    def expected_visible(
+        self, rows: NDArray[np.int64], degree: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Visible degree without reading the row: exact for the listed edges, its mean for the
+        keyed share.
+        """
         return (degree - self.listed_per_row(rows)).astype(np.float64) * (1.0 - self.extra_rate)
 
 
-def hide(num_nodes: int, u: NDArray[np.int64] = _NONE, v: NDArray[np.int64] = _NONE, extra_rate: float = 0.0, extra_key: int = 0) -> HiddenEdges:
-    """Hide the edges {u, v}, both directions, and a share `extra_rate` of all edges drawn by `extra_key`."""
+def hide(
+    num_nodes: int,
+    u: NDArray[np.int64] = _NONE,
+    v: NDArray[np.int64] = _NONE,
+    extra_rate: float = 0.0,
+    extra_key: int = 0,
+) -> HiddenEdges:
+    """Hide the edges {u, v}, both directions, and a share `extra_rate` of all edges drawn by
+    `extra_key`.
+    """
     # Not np.unique: without an inverse it hashes, which is twenty times slower than this sort.
     keys = np.sort(np.concatenate([u * num_nodes + v, v * num_nodes + u]))
     is_first = np.diff(keys, prepend=-1) != 0

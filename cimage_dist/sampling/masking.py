@@ -15,13 +15,17 @@ _REJECTION_ROUNDS = 16
 
 
 def edge_keys(topology: Topology) -> Tensor:
-    """row·N + column of every entry, ascending int64 [E]: the sorted list that membership tests search."""
+    """row·N + column of every entry, ascending int64 [E]: the sorted list that membership tests
+    search.
+    """
     return topology.rows() * topology.num_nodes + topology.indices
 
 
 def reverse_entries(topology: Topology, keys: Tensor) -> Tensor:
     """Position of the opposite direction of every entry, int64 [E]."""
-    return torch.searchsorted(keys, topology.indices.to(torch.int64) * topology.num_nodes + topology.rows())
+    return torch.searchsorted(
+        keys, topology.indices.to(torch.int64) * topology.num_nodes + topology.rows()
+    )
 
 
 def _view_keys(view: int) -> tuple[int, ...]:
@@ -29,15 +33,21 @@ def _view_keys(view: int) -> tuple[int, ...]:
     return (view,) if view else ()
 
 
-def walk_starts(topology: Topology, cfg: MaskConfig, seed: int, epoch: int, view: int = 0) -> tuple[Tensor, Tensor]:
+def walk_starts(
+    topology: Topology, cfg: MaskConfig, seed: int, epoch: int, view: int = 0
+) -> tuple[Tensor, Tensor]:
     """(gid where each walk starts, global id of the walk) (§3.1).
 
-    An exact share of the nodes, the walk named after its node; or the source of every edge kept with that probability, the
-    walk named after its edge.
+    An exact share of the nodes, the walk named after its node; or the source of every edge kept
+    with that probability, the walk named after its edge.
     """
     key = keyed.stream(seed, "mask-start", epoch, *_view_keys(view))
     if cfg.start == "edge":
-        kept = (keyed.uniform(key, torch.arange(topology.num_edges)) < cfg.start_rate).nonzero().squeeze(-1)
+        kept = (
+            (keyed.uniform(key, torch.arange(topology.num_edges)) < cfg.start_rate)
+            .nonzero()
+            .squeeze(-1)
+        )
         return torch.searchsorted(topology.indptr, kept, right=True) - 1, kept
     draws = keyed.uniform(key, torch.arange(topology.num_nodes))
     chosen = draws.argsort(stable=True)[: int(cfg.start_rate * topology.num_nodes)]
@@ -53,9 +63,11 @@ def walk_edges(
     epoch: int,
     view: int = 0,
 ) -> Tensor:
-    """Entries walked over, unique and ascending (§3.1): from v take entry indptr[v] + floor(rand·deg(v)); stop at degree 0.
+    """Entries walked over, unique and ascending (§3.1): from v take entry indptr[v] +
+    floor(rand·deg(v)); stop at degree 0.
 
-    A walk's draws are keyed by its global id, so the outcome does not depend on how walks are spread over processes.
+    A walk's draws are keyed by its global id, so the outcome does not depend on how walks are
+    spread over processes.
     """
     at = starts
     walked = []
@@ -79,7 +91,9 @@ class MaskedGraph(NamedTuple):
 
 
 class PathMasker:
-    """Draws the mask of an epoch on a whole graph held in memory; keeps the sorted keys and reverse entries between epochs."""
+    """Draws the mask of an epoch on a whole graph held in memory; keeps the sorted keys and reverse
+    entries between epochs.
+    """
 
     def __init__(self, topology: Topology, cfg: MaskConfig, seed: int) -> None:
         self.topology, self.cfg, self.seed = topology, cfg, seed
@@ -88,17 +102,21 @@ class PathMasker:
         self.rows = topology.rows()
 
     def mask(self, epoch: int, view: int = 0) -> MaskedGraph:
-        """Masked = walked entries; visible = the rest, symmetrised. With `symmetric` the reverse of a masked edge is hidden too.
+        """Masked = walked entries; visible = the rest, symmetrised. With `symmetric` the reverse of
+        a masked edge is hidden too.
 
         Views of one epoch have independent masks.
         """
         topology = self.topology
         starts, walker = walk_starts(topology, self.cfg, self.seed, epoch, view)
         hidden = torch.zeros(topology.num_edges, dtype=torch.bool)
-        hidden[walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)] = True
+        hidden[
+            walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)
+        ] = True
         if self.cfg.symmetric:
             hidden |= hidden[self.reverse]
-        # An edge whose reverse survived stays visible in both directions: the released behaviour (§3.1).
+        # An edge whose reverse survived stays visible in both directions: the released behaviour
+        # (§3.1).
         seen = ~hidden | ~hidden[self.reverse]
         columns = topology.indices.to(torch.int64)
         masked = torch.stack([self.rows[hidden], columns[hidden]], dim=1)
@@ -118,7 +136,8 @@ class PathMasker:
         return EdgeList(visible.src[kept], visible.dst[kept], visible.num_nodes)
 
     def negatives(self, count: int, step: int, offset: int = 0) -> Tensor:
-        """`count` pairs that are neither edges nor self-loops, keyed by (seed, step, position); int64 [n, 2], n <= count.
+        """`count` pairs that are neither edges nor self-loops, keyed by (seed, step, position);
+        int64 [n, 2], n <= count.
 
         Positions that meet an edge in every round (only on nearly complete graphs) are left out.
         """
@@ -128,7 +147,11 @@ class PathMasker:
         open_ = torch.arange(count)
         for attempt in range(_REJECTION_ROUNDS):
             for side in (0, 1):
-                pairs[open_, side] = keyed.integers(keyed.stream(self.seed, "negatives", step, attempt, side), position[open_], num_nodes)
+                pairs[open_, side] = keyed.integers(
+                    keyed.stream(self.seed, "negatives", step, attempt, side),
+                    position[open_],
+                    num_nodes,
+                )
             tried = pairs[open_]
             bad = is_edge(self.keys, num_nodes, tried) | (tried[:, 0] == tried[:, 1])
             open_ = open_[bad]

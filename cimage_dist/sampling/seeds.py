@@ -1,10 +1,13 @@
-"""A keyed permutation of [0, m) evaluated point by point, so that an epoch's order never has to be stored.
+"""A keyed permutation of [0, m) evaluated point by point, so that an epoch's order never has to be
+stored.
 
-The seed schedule: which undirected edges, and which negatives, make up the global batch of a step (§3.3, §3.4).
+The seed schedule: which undirected edges, and which negatives, make up the global batch of a step
+(§3.3, §3.4).
 
-Undirected edge t in [0, m) is the t-th entry of the strict upper triangle, counted row by row. Because columns ascend inside a row,
-those entries are the tail of the row, so one array `upper_ptr` [N+1] (upper entries before each row) turns t into a row by binary
-search and into a column by its distance from the row's end. Permuting t rather than the 2m directed entries gives every undirected
+Undirected edge t in [0, m) is the t-th entry of the strict upper triangle, counted row by row.
+Because columns ascend inside a row, those entries are the tail of the row, so one array `upper_ptr`
+[N+1] (upper entries before each row) turns t into a row by binary search and into a column by its
+distance from the row's end. Permuting t rather than the 2m directed entries gives every undirected
 edge once an epoch in batches of constant size, without a filter.
 """
 
@@ -21,16 +24,19 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
 
-# Four rounds already make a Feistel network pseudo-random (Luby & Rackoff 1988); on domains of a few dozen points the halves are
-# two or three bits wide and more rounds are needed before the order of the first few outputs passes a chi-square test.
+# Four rounds already make a Feistel network pseudo-random (Luby & Rackoff 1988); on domains of a
+# few dozen points the halves are two or three bits wide and more rounds are needed before the order
+# of the first few outputs passes a chi-square test.
 _ROUNDS = 8
 
 
 class Bijection:
-    """x -> pi(x), a permutation of [0, size) chosen by `key`; memory is that of the positions asked for.
+    """x -> pi(x), a permutation of [0, size) chosen by `key`; memory is that of the positions asked
+    for.
 
-    A balanced Feistel network permutes [0, 4^h) with 4^h >= size > 4^(h-1); positions that land outside [0, size) are sent through
-    again until they land inside (cycle walking), which keeps the map one-to-one. At most 4 passes are expected per position.
+    A balanced Feistel network permutes [0, 4^h) with 4^h >= size > 4^(h-1); positions that land
+    outside [0, size) are sent through again until they land inside (cycle walking), which keeps the
+    map one-to-one. At most 4 passes are expected per position.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -78,14 +84,17 @@ class Bijection:
 
 IntArray = NDArray[np.integer]
 
-# Above this many nodes a uniform pair is so rarely an edge that rejection is not worth the look-up (§3.4).
+# Above this many nodes a uniform pair is so rarely an edge that rejection is not worth the look-up
+# (§3.4).
 REJECT_UP_TO_NODES = 1_000_000
 _RETRIES = 16
 
 
 @dataclass(frozen=True)
 class SeedBatch:
-    """Node pairs of a global batch: u, v int64 [B], weight float32 [B]; weight 0 marks padding and negatives that could not be placed."""
+    """Node pairs of a global batch: u, v int64 [B], weight float32 [B]; weight 0 marks padding and
+    negatives that could not be placed.
+    """
 
     u: NDArray[np.int64]
     v: NDArray[np.int64]
@@ -101,12 +110,18 @@ class SeedBatch:
 
 
 def rank_slice(total: int, rank: int, world: int) -> tuple[int, int]:
-    """Positions [begin, end) of rank `rank` among `total`; sizes differ by one at most and may be zero."""
+    """Positions [begin, end) of rank `rank` among `total`; sizes differ by one at most and may be
+    zero.
+    """
     return total * rank // world, total * (rank + 1) // world
 
 
-def row_lower_bound(indices: IntArray, begin: NDArray[np.int64], end: NDArray[np.int64], value: NDArray[np.int64]) -> NDArray[np.int64]:
-    """First position p in [begin, end) with indices[p] >= value, else end; elementwise over rows, O(log degree) passes."""
+def row_lower_bound(
+    indices: IntArray, begin: NDArray[np.int64], end: NDArray[np.int64], value: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """First position p in [begin, end) with indices[p] >= value, else end; elementwise over rows,
+    O(log degree) passes.
+    """
     low, high = begin.copy(), end.copy()
     active = np.flatnonzero(low < high)
     while active.size:
@@ -118,7 +133,9 @@ def row_lower_bound(indices: IntArray, begin: NDArray[np.int64], end: NDArray[np
     return low
 
 
-def has_edge(indptr: IntArray, indices: IntArray, u: NDArray[np.int64], v: NDArray[np.int64]) -> NDArray[np.bool_]:
+def has_edge(
+    indptr: IntArray, indices: IntArray, u: NDArray[np.int64], v: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     """Whether {u, v} is an edge, elementwise, by binary search in row u."""
     end = indptr[u + 1].astype(np.int64, copy=False)
     found = row_lower_bound(indices, indptr[u].astype(np.int64, copy=False), end, v)
@@ -127,11 +144,14 @@ def has_edge(indptr: IntArray, indices: IntArray, u: NDArray[np.int64], v: NDArr
     return out
 
 
-def upper_pointer(indptr: IntArray, indices: IntArray, chunk_rows: int = 1 << 20) -> NDArray[np.int64]:
+def upper_pointer(
+    indptr: IntArray, indices: IntArray, chunk_rows: int = 1 << 20
+) -> NDArray[np.int64]:
     """Entries of the strict upper triangle before each row, int64 [N+1]; the last one is m.
 
-    One pass over the rows with a binary search in each: O(N log degree) reads, O(chunk_rows) memory besides the result. It depends
-    on the graph alone, so a store may keep it as a file and hand it to `SeedSchedule`.
+    One pass over the rows with a binary search in each: O(N log degree) reads, O(chunk_rows) memory
+    besides the result. It depends on the graph alone, so a store may keep it as a file and hand it
+    to `SeedSchedule`.
     """
     num_nodes = len(indptr) - 1
     out = np.zeros(num_nodes + 1, dtype=np.int64)
@@ -144,26 +164,45 @@ def upper_pointer(indptr: IntArray, indices: IntArray, chunk_rows: int = 1 << 20
 
 
 class SeedSchedule:
-    """The global batches of a run as a function of (seed, step): every undirected edge exactly once an epoch.
+    """The global batches of a run as a function of (seed, step): every undirected edge exactly once
+    an epoch.
 
-    Step s belongs to epoch s // steps_per_epoch; its positions are mapped through the epoch's bijection of [0, m). The last batch of
-    an epoch is padded to `batch_edges` by repeating its last edge with weight 0. Which endpoint comes first is a keyed coin: neither end is special.
+    Step s belongs to epoch s // steps_per_epoch; its positions are mapped through the epoch's
+    bijection of [0, m). The last batch of an epoch is padded to `batch_edges` by repeating its last
+    edge with weight 0. Which endpoint comes first is a keyed coin: neither end is special.
     """
 
-    def __init__(self, indptr: IntArray, indices: IntArray, batch_edges: int, seed: int, upper_ptr: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        indptr: IntArray,
+        indices: IntArray,
+        batch_edges: int,
+        seed: int,
+        upper_ptr: NDArray[np.int64] | None = None,
+    ) -> None:
         if batch_edges < 1:
-            raise UserError(f"a batch needs at least one edge, but sampler.batch_edges is {batch_edges}. Set it to 1 or more; 1024 is a good start.")
+            raise UserError(
+                f"a batch needs at least one edge, but sampler.batch_edges is {batch_edges}. "
+                "Set it to 1 or more; 1024 is a good start."
+            )
         self.indptr, self.indices = np.asarray(indptr), np.asarray(indices)
-        self.upper_ptr = upper_pointer(self.indptr, self.indices) if upper_ptr is None else np.asarray(upper_ptr)
+        self.upper_ptr = (
+            upper_pointer(self.indptr, self.indices) if upper_ptr is None else np.asarray(upper_ptr)
+        )
         self.num_nodes = len(self.indptr) - 1
         self.num_edges = int(self.upper_ptr[-1])
         if 2 * self.num_edges != len(self.indices):
             raise UserError(
-                f"the graph is not symmetric, or has self-loops: {len(self.indices)} directed entries, but {self.num_edges} of them above the diagonal "
-                f"where half were expected. Prepare it again with `cimage ingest`, which adds missing directions and removes loops."
+                f"the graph is not symmetric, or has self-loops: {len(self.indices)} directed "
+                f"entries, but {self.num_edges} of them above the diagonal "
+                "where half were expected. Prepare it again with `cimage ingest`, which adds "
+                "missing directions and removes loops."
             )
         if self.num_edges == 0:
-            raise UserError(f"the graph has {self.num_nodes} nodes and no edges, so there is nothing to sample. Check the edge file, or data.holdout_edges.")
+            raise UserError(
+                f"the graph has {self.num_nodes} nodes and no edges, so there is nothing to "
+                "sample. Check the edge file, or data.holdout_edges."
+            )
         self.batch_edges = batch_edges
         self.seed = seed
         self.steps_per_epoch = -(-self.num_edges // batch_edges)
@@ -175,13 +214,21 @@ class SeedSchedule:
     def batch(self, step: int) -> SeedBatch:
         """The whole global batch of a step, the same on every rank."""
         epoch = self.epoch_of(step)
-        positions = torch.arange(self.batch_edges) + (step % self.steps_per_epoch) * self.batch_edges
+        positions = (
+            torch.arange(self.batch_edges) + (step % self.steps_per_epoch) * self.batch_edges
+        )
         weight = (positions < self.num_edges).to(torch.float32).numpy()
         order = Bijection(self.num_edges, keyed.stream(self.seed, "batch-order", epoch))
         edge_ids = order(positions.clamp(max=self.num_edges - 1))
         row, column = self.endpoints(edge_ids.numpy())
-        is_swapped = (keyed.bits(keyed.stream(self.seed, "batch-order", epoch, 1), edge_ids) & 1).to(torch.bool).numpy()
-        return SeedBatch(np.where(is_swapped, column, row), np.where(is_swapped, row, column), weight)
+        is_swapped = (
+            (keyed.bits(keyed.stream(self.seed, "batch-order", epoch, 1), edge_ids) & 1)
+            .to(torch.bool)
+            .numpy()
+        )
+        return SeedBatch(
+            np.where(is_swapped, column, row), np.where(is_swapped, row, column), weight
+        )
 
     def endpoints(self, edge_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(row, column) with row < column of undirected edges `edge_ids` [B]."""
@@ -195,10 +242,12 @@ class SeedSchedule:
         return out_row, out_column
 
     def negatives(self, step: int, begin: int = 0, end: int | None = None) -> SeedBatch:
-        """Uniform non-edges keyed by their position in the global batch; positions [begin, end), all of them by default.
+        """Uniform non-edges keyed by their position in the global batch; positions [begin, end),
+        all of them by default.
 
-        Self-pairs never occur. Up to REJECT_UP_TO_NODES nodes a true edge is drawn again, at most 16 times, and then gets weight 0
-        (only in nearly complete graphs). Positions that pad the positives have weight 0 too, so both terms count the same pairs.
+        Self-pairs never occur. Up to REJECT_UP_TO_NODES nodes a true edge is drawn again, at most
+        16 times, and then gets weight 0 (only in nearly complete graphs). Positions that pad the
+        positives have weight 0 too, so both terms count the same pairs.
         """
         ids = torch.arange(begin, self.batch_edges if end is None else end)
         first = (step % self.steps_per_epoch) * self.batch_edges
@@ -214,7 +263,9 @@ class SeedSchedule:
             weight[bad] = 0.0
         return SeedBatch(u, v, weight)
 
-    def _pairs(self, step: int, attempt: int, ids: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _pairs(
+        self, step: int, attempt: int, ids: torch.Tensor
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         key = keyed.stream(self.seed, "negatives", step, attempt)
         u = keyed.integers(key, 2 * ids, self.num_nodes)
         v = (u + 1 + keyed.integers(key, 2 * ids + 1, self.num_nodes - 1)) % self.num_nodes

@@ -1,4 +1,6 @@
-"""What one optimiser step works on: made from the whole graph, or from sampled neighbourhoods of seed edges."""
+"""What one optimiser step works on: made from the whole graph, or from sampled neighbourhoods of
+seed edges.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ from cimage_dist.types import EdgeList, SampledBatch, SampledView, Topology
 class StepBatch:
     """This rank's share of one global batch; counts are global.
 
-    x [n, F] and `edges`: what the encoder sees. `pairs` int64 [p+q, 2]: p positives, then q non-edges, with `weight` [p+q] 0 for
-    padding (None: all 1). `nodes` int64: whose factors are reconstructed, with `node_weight`. `modularity`: edges of the full-graph
-    form of the clustering loss, or None for the form that uses the positives. `hops`: the order of a sampled subgraph, whose seeds are
-    all nodes that the losses look at. `gids` int64: global ids of `nodes`. `second`: another view of `nodes`, for the redundancy loss.
+    x [n, F] and `edges`: what the encoder sees. `pairs` int64 [p+q, 2]: p positives, then q
+    non-edges, with `weight` [p+q] 0 for padding (None: all 1). `nodes` int64: whose factors are
+    reconstructed, with `node_weight`. `modularity`: edges of the full-graph form of the clustering
+    loss, or None for the form that uses the positives. `hops`: the order of a sampled subgraph,
+    whose seeds are all nodes that the losses look at. `gids` int64: global ids of `nodes`.
+    `second`: another view of `nodes`, for the redundancy loss.
     """
 
     x: Features
@@ -50,7 +54,9 @@ class StepBatch:
 
 def _columns(x: Features, cfg: Config, step: int, view: int) -> Features:
     """x as a view of a step sees it: without the columns drawn for it, the same on all ranks."""
-    return drop_columns(x, cfg.mask.feature_rate, keyed.stream(cfg.run.seed, "view-columns", step, view))
+    return drop_columns(
+        x, cfg.mask.feature_rate, keyed.stream(cfg.run.seed, "view-columns", step, view)
+    )
 
 
 class Batches(Protocol):
@@ -64,8 +70,9 @@ class Batches(Protocol):
 class FullGraphBatches:
     """Step s of a full-graph run is part s mod P of the mask of epoch s div P.
 
-    P = ceil(most edges a mask can hold / batch_edges), so the step number alone names the batch. Several ranks all encode the
-    whole graph and share out the pairs, nodes and edges of the losses: the same experiment at any world size.
+    P = ceil(most edges a mask can hold / batch_edges), so the step number alone names the batch.
+    Several ranks all encode the whole graph and share out the pairs, nodes and edges of the losses:
+    the same experiment at any world size.
     """
 
     def __init__(self, x: Features, topology: Topology, cfg: Config, comm: Comm) -> None:
@@ -73,13 +80,18 @@ class FullGraphBatches:
         self.masker = PathMasker(topology, cfg.mask, cfg.run.seed)
         most = most_masked(cfg.mask, topology.num_nodes, topology.num_edges)
         self.steps_per_epoch = max(1, math.ceil(most / cfg.train.batch_edges))
-        self._masks: dict[int, tuple[int, MaskedGraph]] = {}  # of each view: the epoch, and its mask
+        self._masks: dict[
+            int, tuple[int, MaskedGraph]
+        ] = {}  # of each view: the epoch, and its mask
 
     def _mask_of(self, epoch: int, view: int = 0) -> MaskedGraph:
         if view not in self._masks or self._masks[view][0] != epoch:
             mask = self.masker.mask(epoch, view)
             if self.steps_per_epoch > 1:
-                draws = keyed.uniform(keyed.stream(self.cfg.run.seed, "batch-order", epoch), torch.arange(mask.masked.shape[0]))
+                draws = keyed.uniform(
+                    keyed.stream(self.cfg.run.seed, "batch-order", epoch),
+                    torch.arange(mask.masked.shape[0]),
+                )
                 mask = mask._replace(masked=mask.masked[draws.argsort(stable=True)])
             self._masks[view] = epoch, mask._replace(visible=mask.visible.to(self.x.device))
         return self._masks[view][1]
@@ -87,17 +99,23 @@ class FullGraphBatches:
     def _view(self, step: int, view: int) -> tuple[Features, EdgeList]:
         """Features and edges that the encoder sees in a view of a step."""
         mask = self._mask_of(step // self.steps_per_epoch, view)
-        return _columns(self.x, self.cfg, step, view), self.masker.hide_more(mask.visible, step, view)
+        return _columns(self.x, self.cfg, step, view), self.masker.hide_more(
+            mask.visible, step, view
+        )
 
     def batch(self, step: int) -> StepBatch:
         epoch, part = divmod(step, self.steps_per_epoch)
         mask = self._mask_of(epoch)
         total = mask.masked.shape[0]
-        positives = mask.masked[total * part // self.steps_per_epoch : total * (part + 1) // self.steps_per_epoch]
+        positives = mask.masked[
+            total * part // self.steps_per_epoch : total * (part + 1) // self.steps_per_epoch
+        ]
         # Without an edge decoder nobody looks at non-edges.
         wanted = positives.shape[0] if self.cfg.loss.structure_weight > 0 else 0
         negatives = self.masker.negatives(wanted, step)
-        pos, neg = (pairs[slice(*self.comm.slice_of(pairs.shape[0]))] for pairs in (positives, negatives))
+        pos, neg = (
+            pairs[slice(*self.comm.slice_of(pairs.shape[0]))] for pairs in (positives, negatives)
+        )
         num_nodes = self.x.shape[0]
         x, visible = self._view(step, 0)
         nodes = torch.arange(*self.comm.slice_of(num_nodes), device=self.x.device)
@@ -114,7 +132,9 @@ class FullGraphBatches:
             global_neg=negatives.shape[0],
             global_nodes=num_nodes,
             gids=nodes,
-            second=View(*self._view(step, 1), nodes) if self.cfg.loss.redundancy_weight > 0 else None,
+            second=View(*self._view(step, 1), nodes)
+            if self.cfg.loss.redundancy_weight > 0
+            else None,
         )
 
     def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
@@ -124,16 +144,29 @@ class FullGraphBatches:
 
 def _share_of_edges(edges: EdgeList, comm: Comm) -> EdgeList:
     begin, end = comm.slice_of(edges.src.numel())
-    return edges if comm.world == 1 else replace(edges, src=edges.src[begin:end], dst=edges.dst[begin:end])
+    return (
+        edges
+        if comm.world == 1
+        else replace(edges, src=edges.src[begin:end], dst=edges.dst[begin:end])
+    )
 
 
 class SampledBatches:
-    """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges (§3.3, §11.1).
+    """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges
+    (§3.3, §11.1).
 
-    `features` [N, F] is the store's array as it is: a mapped file stays on disk, in its own type, and only the rows of a batch are read.
+    `features` [N, F] is the store's array as it is: a mapped file stays on disk, in its own type,
+    and only the rows of a batch are read.
     """
 
-    def __init__(self, features: np.ndarray, topology: Topology, cfg: Config, comm: Comm, device: torch.device) -> None:
+    def __init__(
+        self,
+        features: np.ndarray,
+        topology: Topology,
+        cfg: Config,
+        comm: Comm,
+        device: torch.device,
+    ) -> None:
         self.cfg, self.device = cfg, device
         sampler = cfg.sampler
         self.source = BatchSource(
@@ -175,7 +208,9 @@ class SampledBatches:
             second=second,
         )
 
-    def _view(self, sample: SampledBatch | SampledView, step: int, view: int) -> tuple[Features, EdgeList, Tensor, Hops]:
+    def _view(
+        self, sample: SampledBatch | SampledView, step: int, view: int
+    ) -> tuple[Features, EdgeList, Tensor, Hops]:
         """Features, messages, rows of the positives' endpoints, and hops of a view."""
         assert sample.x is not None
         x = _columns(sample.x.to(torch.get_default_dtype()), self.cfg, step, view)
@@ -184,6 +219,13 @@ class SampledBatches:
 
     def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
         sampler = self.cfg.sampler
-        loader = BatchLoader(self.source, start, end, workers=sampler.loader_processes, prefetch=sampler.prefetch, pin_memory=self.device.type == "cuda")
+        loader = BatchLoader(
+            self.source,
+            start,
+            end,
+            workers=sampler.loader_processes,
+            prefetch=sampler.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
         for batch in loader:
             yield self.convert(batch)

@@ -1,4 +1,5 @@
-"""Initial labels on disk: made once, checked when read, used by every run that asks for the same ones. N nodes.
+"""Initial labels on disk: made once, checked when read, used by every run that asks for the same
+ones. N nodes.
 
 Initial labels behind one interface: a cluster id for every node and how sure we are of it (§6.1).
 """
@@ -52,7 +53,11 @@ class LabelSet:
 def write_labels(folder: Path, found: LabelSet) -> None:
     with artifacts.committed_dir(folder) as tmp:
         np.savez(tmp / _FILE, labels=found.labels.numpy(), confidence=found.confidence.numpy())
-        body = {"format": _FORMAT, "facts": found.facts, "files": artifacts.describe_files(tmp, [_FILE])}
+        body = {
+            "format": _FORMAT,
+            "facts": found.facts,
+            "files": artifacts.describe_files(tmp, [_FILE]),
+        }
         artifacts.write_json(tmp / artifacts.MANIFEST, body)
 
 
@@ -62,7 +67,10 @@ def read_labels(path: Path, num_nodes: int) -> LabelSet:
         return LabelSet(*labels_from_file(path, num_nodes))
     body = artifacts.read_json(path / artifacts.MANIFEST, "the manifest of a set of labels")
     if reason := artifacts.damaged_file(path, body["files"]):
-        raise UserError(f"The labels in {path} cannot be trusted: {reason}. Delete the folder and make them again with `cimage cluster`.")
+        raise UserError(
+            f"The labels in {path} cannot be trusted: {reason}. Delete the folder and make them "
+            "again with `cimage cluster`."
+        )
     return LabelSet(*labels_from_file(path / _FILE, num_nodes), body["facts"])
 
 
@@ -74,10 +82,14 @@ def find_labels(folder: Path, num_nodes: int) -> LabelSet | None:
         return None
 
 
-def cache_folder(cfg: Config, graph_fingerprint: str, method: str, num_clusters: int, settings: Any) -> Path:
-    """Where these labels lie: named by everything that decides them. `settings` is a dataclass of the method's, or None for selfkmeans.
+def cache_folder(
+    cfg: Config, graph_fingerprint: str, method: str, num_clusters: int, settings: Any
+) -> Path:
+    """Where these labels lie: named by everything that decides them. `settings` is a dataclass of
+    the method's, or None for selfkmeans.
 
-    The labels of selfkmeans come from an encoder of the run's own making, so that the experiment decides them too.
+    The labels of selfkmeans come from an encoder of the run's own making, so that the experiment
+    decides them too.
     """
     told = {
         "format": _FORMAT,
@@ -85,7 +97,9 @@ def cache_folder(cfg: Config, graph_fingerprint: str, method: str, num_clusters:
         "held_out": [cfg.data.holdout_edges, cfg.run.seed],
         "method": method,
         "clusters": num_clusters,
-        "settings": fingerprint(_edge_only_part(cfg)) if settings is None else dataclasses.asdict(settings),
+        "settings": fingerprint(_edge_only_part(cfg))
+        if settings is None
+        else dataclasses.asdict(settings),
         "type": str(torch.get_default_dtype()),
     }
     name = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
@@ -93,11 +107,15 @@ def cache_folder(cfg: Config, graph_fingerprint: str, method: str, num_clusters:
 
 
 def _edge_only_part(cfg: Config) -> Config:
-    """What the edge-only encoder and its k-means depend on; the rest as by default, so that searches over it share their labels."""
+    """What the edge-only encoder and its k-means depend on; the rest as by default, so that
+    searches over it share their labels.
+    """
     return dataclasses.replace(
         cfg,
         loss=cfg.loss.edges_only(),
-        cluster=ClusterConfig(init="selfkmeans", init_epochs=cfg.cluster.init_epochs, restarts=cfg.cluster.restarts),
+        cluster=ClusterConfig(
+            init="selfkmeans", init_epochs=cfg.cluster.init_epochs, restarts=cfg.cluster.restarts
+        ),
         ci=CIConfig(),
         train=TrainConfig(precision=cfg.train.precision),
         eval=EvalConfig(),
@@ -105,9 +123,11 @@ def _edge_only_part(cfg: Config) -> Config:
 
 
 def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """labels int64 [N] (-1: none), confidence float64 [N]: .npy, or .npz with `labels`, `confidence`.
+    """labels int64 [N] (-1: none), confidence float64 [N]: .npy, or .npz with `labels`,
+    `confidence`.
 
-    Without a confidence one is drawn. Equal ones would have the lowest numbers trusted first, and often these mean something: public splits begin with their training nodes.
+    Without a confidence one is drawn. Equal ones would have the lowest numbers trusted first, and
+    often these mean something: public splits begin with their training nodes.
     """
     try:
         found = np.load(path, allow_pickle=False)
@@ -115,24 +135,43 @@ def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
         if hasattr(found, "files") and "confidence" in found.files:
             confidence = found["confidence"]
         else:
-            confidence = keyed.uniform(keyed.stream(0, "initial-labels", 9), torch.arange(len(labels))).numpy()
+            confidence = keyed.uniform(
+                keyed.stream(0, "initial-labels", 9), torch.arange(len(labels))
+            ).numpy()
     except FileNotFoundError:
-        raise UserError(f"Label file not found: {path}. Set cluster.labels_path to a .npy or .npz file, or to a folder that `cimage cluster` made.") from None
+        raise UserError(
+            f"Label file not found: {path}. Set cluster.labels_path to a .npy or .npz file, or "
+            "to a folder that `cimage cluster` made."
+        ) from None
     except (ValueError, OSError, EOFError, KeyError, TypeError, BadZipFile) as error:
-        raise UserError(f"Label file {path} cannot be read: {error}. Expected integers in a .npy, or a .npz with `labels` (and `confidence`).") from None
+        raise UserError(
+            f"Label file {path} cannot be read: {error}. Expected integers in a .npy, or a .npz "
+            "with `labels` (and `confidence`)."
+        ) from None
     if labels.shape != (num_nodes,) or confidence.shape != (num_nodes,):
-        raise UserError(f"Label file {path} has labels of shape {labels.shape} and confidence of shape {confidence.shape}; the graph has {num_nodes:,} nodes.")
+        raise UserError(
+            f"Label file {path} has labels of shape {labels.shape} and confidence of shape "
+            f"{confidence.shape}; the graph has {num_nodes:,} nodes."
+        )
     if not np.issubdtype(labels.dtype, np.integer):
         raise UserError(f"Label file {path} holds {labels.dtype}, not integers.")
     if not (np.issubdtype(confidence.dtype, np.number) or confidence.dtype == np.bool_):
-        raise UserError(f"Label file {path} has a confidence of type {confidence.dtype}, not numbers.")
+        raise UserError(
+            f"Label file {path} has a confidence of type {confidence.dtype}, not numbers."
+        )
     if (labels < -1).any() or not 1 <= labels.max(initial=-1) < num_nodes:
         raise UserError(
-            f"Label file {path} must number at least two clusters from 0, below the number of nodes, with -1 for unlabelled nodes; found {labels.min()} to {labels.max()}."
+            f"Label file {path} must number at least two clusters from 0, below the number of "
+            f"nodes, with -1 for unlabelled nodes; found {labels.min()} to {labels.max()}."
         )
     if not np.isfinite(confidence).all():
-        raise UserError(f"Label file {path} has NaN or infinite confidence in {(~np.isfinite(confidence)).sum():,} rows.")
-    return torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(confidence.astype(np.float64))
+        raise UserError(
+            f"Label file {path} has NaN or infinite confidence in "
+            f"{(~np.isfinite(confidence)).sum():,} rows."
+        )
+    return torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(
+        confidence.astype(np.float64)
+    )
 
 
 # step, total, values, stage: what a progress bar shows
@@ -147,20 +186,30 @@ def _no_tick(step: int, total: int, values: dict[str, float], stage: str) -> Non
     return None
 
 
-def number_of_clusters(cfg: Config, graph: Graph, topology: Topology, comm: Comm | None = None, tick: Tick = _no_tick) -> int:
-    """Collective: as configured; else the graph's number of classes; else, or with 0, estimated from features and edges alone."""
+def number_of_clusters(
+    cfg: Config, graph: Graph, topology: Topology, comm: Comm | None = None, tick: Tick = _no_tick
+) -> int:
+    """Collective: as configured; else the graph's number of classes; else, or with 0, estimated
+    from features and edges alone.
+    """
     if cfg.cluster.num_clusters:
         return cfg.cluster.num_clusters
     if graph.num_classes >= 2 and cfg.cluster.num_clusters is None:
         return graph.num_classes
     x = compact(graph.features().to(torch.get_default_dtype()))
-    return estimate_clusters(x, topology, propagated.settings_for(graph.num_nodes), cfg.run.seed, comm, tick)
+    return estimate_clusters(
+        x, topology, propagated.settings_for(graph.num_nodes), cfg.run.seed, comm, tick
+    )
 
 
-def labels_by_kmeans(encoder: Encoder, embedder: Embedder, num_nodes: int, num_clusters: int, cfg: Config, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Collective: k-means on unit embeddings; confidence is the gap between the two nearest squared distances (§6.6).
+def labels_by_kmeans(
+    encoder: Encoder, embedder: Embedder, num_nodes: int, num_clusters: int, cfg: Config, comm: Comm
+) -> tuple[Tensor, Tensor]:
+    """Collective: k-means on unit embeddings; confidence is the gap between the two nearest squared
+    distances (§6.6).
 
-    Up to 100,000 nodes are clustered as they are; beyond that k-means is fitted on a keyed sample and the rest is assigned in pieces.
+    Up to 100,000 nodes are clustered as they are; beyond that k-means is fitted on a keyed sample
+    and the rest is assigned in pieces.
     """
     begin, end = comm.slice_of(num_nodes)
     seed = keyed.derive(cfg.run.seed, keyed.STREAM["initial-labels"])
@@ -170,19 +219,31 @@ def labels_by_kmeans(encoder: Encoder, embedder: Embedder, num_nodes: int, num_c
         return F.normalize(embedder(encoder, at, 0).z.flatten(1).float(), dim=1, eps=1e-12)
 
     if num_nodes <= _FIT_ROWS:
-        found = kmeans(rows(gids), num_clusters, seed=seed, comm=comm, gids=gids, restarts=cfg.cluster.restarts)
+        found = kmeans(
+            rows(gids), num_clusters, seed=seed, comm=comm, gids=gids, restarts=cfg.cluster.restarts
+        )
         labels, confidence = found.labels, found.confidence.double()
     else:
         chosen = gids[keyed.uniform(keyed.stream(seed, "kmeans", 1), gids) < _FIT_ROWS / num_nodes]
-        centres = kmeans(rows(chosen), num_clusters, seed=seed, comm=comm, gids=chosen, restarts=cfg.cluster.restarts).centres
+        centres = kmeans(
+            rows(chosen),
+            num_clusters,
+            seed=seed,
+            comm=comm,
+            gids=chosen,
+            restarts=cfg.cluster.restarts,
+        ).centres
         parts = [assign(rows(at), centres)[:2] for at in gids.split(_ASSIGN_ROWS)]
-        labels, confidence = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]).double()
+        labels, confidence = (
+            torch.cat([p[0] for p in parts]),
+            torch.cat([p[1] for p in parts]).double(),
+        )
     return comm.gather_rows(labels.cpu()), comm.gather_rows(confidence.cpu())
 
 
 def method_for(init: str, num_nodes: int) -> str:
-    """What `cluster.init=auto` stands for: R-DGAE, whose loss looks at all pairs of nodes, on small graphs; Dink-Net beyond (§6.1); smoothed features
-    on graphs where even that takes hours.
+    """What `cluster.init=auto` stands for: R-DGAE, whose loss looks at all pairs of nodes, on small
+    graphs; Dink-Net beyond (§6.1); smoothed features on graphs where even that takes hours.
     """
     if init != "auto":
         return init
@@ -190,7 +251,9 @@ def method_for(init: str, num_nodes: int) -> str:
 
 
 def settings_of(method: str, cfg: Config, num_nodes: int, num_clusters: int) -> Any:
-    """What the method takes, by the dataset's name or size; None for selfkmeans, which takes the whole config."""
+    """What the method takes, by the dataset's name or size; None for selfkmeans, which takes the
+    whole config.
+    """
     if method == "rdgae":
         return rdgae.settings_for(cfg.data.name, num_clusters)
     if method == "dinknet":
@@ -199,12 +262,19 @@ def settings_of(method: str, cfg: Config, num_nodes: int, num_clusters: int) -> 
 
 
 def initial_labels(
-    cfg: Config, graph: Graph, topology: Topology, edge_only: Callable[[], tuple[Encoder, Embedder]], comm: Comm | None = None, tick: Tick = _no_tick
+    cfg: Config,
+    graph: Graph,
+    topology: Topology,
+    edge_only: Callable[[], tuple[Encoder, Embedder]],
+    comm: Comm | None = None,
+    tick: Tick = _no_tick,
 ) -> LabelSet:
-    """Collective: a label and a confidence for every node by `cluster.init`, on the edges of `topology` only.
+    """Collective: a label and a confidence for every node by `cluster.init`, on the edges of
+    `topology` only.
 
-    `edge_only` trains an encoder with the edge loss alone and returns it with an embedder: the released way to first labels.
-    Labels made before for the same graph, method, settings and seed are read from the label cache beside the graph stores.
+    `edge_only` trains an encoder with the edge loss alone and returns it with an embedder: the
+    released way to first labels. Labels made before for the same graph, method, settings and seed
+    are read from the label cache beside the graph stores.
     """
     comm = comm or Comm()
     if cfg.cluster.init == "file":
@@ -216,17 +286,35 @@ def initial_labels(
     folder = cache_folder(cfg, graph.fingerprint, method, count, settings) if graph.path else None
 
     def look() -> LabelSet | None:
-        return cast("LabelSet | None", comm.broadcast_object(find_labels(folder, graph.num_nodes) if folder and comm.is_main else None))
+        return cast(
+            "LabelSet | None",
+            comm.broadcast_object(
+                find_labels(folder, graph.num_nodes) if folder and comm.is_main else None
+            ),
+        )
 
     found = look()
     if found is None:
-        # Trials of a sweep ask for the same labels at once: one makes them, the others wait and find them.
-        with artifacts.locked(folder.parent / f".lock-{folder.name}") if folder and comm.is_main else nullcontext():
+        # Trials of a sweep ask for the same labels at once: one makes them, the others wait and
+        # find them.
+        with (
+            artifacts.locked(folder.parent / f".lock-{folder.name}")
+            if folder and comm.is_main
+            else nullcontext()
+        ):
             found = look()
             if found is None:
                 began = time.perf_counter()
-                labels, confidence = _make(method, settings, cfg, graph, topology, count, edge_only, comm, tick)
-                facts = {"method": method, "clusters": count, "seed": cfg.run.seed, "seconds": time.perf_counter() - began, "peak_gb": peak_gb()}
+                labels, confidence = _make(
+                    method, settings, cfg, graph, topology, count, edge_only, comm, tick
+                )
+                facts = {
+                    "method": method,
+                    "clusters": count,
+                    "seed": cfg.run.seed,
+                    "seconds": time.perf_counter() - began,
+                    "peak_gb": peak_gb(),
+                }
                 found = LabelSet(labels, confidence, facts)
                 if folder and comm.is_main:
                     write_labels(folder, found)
@@ -246,6 +334,10 @@ def _make(
 ) -> tuple[Tensor, Tensor]:
     if method == "selfkmeans":
         return labels_by_kmeans(*edge_only(), graph.num_nodes, count, cfg, comm)
-    make = {"rdgae": rdgae.rdgae_labels, "dinknet": dinknet.dinknet_labels, "propagated": propagated.propagated_labels}[method]
+    make = {
+        "rdgae": rdgae.rdgae_labels,
+        "dinknet": dinknet.dinknet_labels,
+        "propagated": propagated.propagated_labels,
+    }[method]
     x = compact(graph.features().to(torch.get_default_dtype()))
     return cast(Any, make)(x, topology, count, settings, cfg.run.seed, comm, tick)

@@ -1,4 +1,6 @@
-"""The worker: the same loop in one process, under Ray, or inside a sweep's trial. It knows a Comm and a Sink, nothing else."""
+"""The worker: the same loop in one process, under Ray, or inside a sweep's trial. It knows a Comm
+and a Sink, nothing else.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ from cimage_dist.nn.norm import BatchNorm, settle
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
 from cimage_dist.train.initial import LabelSet, initial_labels
 from cimage_dist.train.progress import Meter
-from cimage_dist.train.refresh import Embedder, FullEmbedder, Refresher, SampledEmbedder, random_scores, redrawn_scores
+from cimage_dist.train.refresh import (
+    Embedder,
+    FullEmbedder,
+    Refresher,
+    SampledEmbedder,
+    random_scores,
+    redrawn_scores,
+)
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import PseudoLabels, objective, train_step
 from cimage_dist.train.teleport import fit_to_graph
@@ -45,19 +54,30 @@ _LABELS = "pseudo-labels"
 _TEACHER = "teacher."
 _SETTLE_ROWS = 100_000  # of a sampled run: enough for a mean and a variance per channel
 # The option has another name since torch 2.13.
-_UNSHARED_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if TorchVersion(torch.__version__) >= "2.13" else "broadcast_buffers": False}
+_UNSHARED_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if TorchVersion(torch.__version__) >= "2.13"
+    else "broadcast_buffers": False
+}
 SHOWN = ("loss", "structure", "factor", "cluster", "redundancy")
 
 
 def pick_device(cfg: Config) -> torch.device:
     if cfg.resources.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("resources.device is 'cuda' but torch sees no CUDA device. Use resources.device=cpu, or see `cimage doctor`.")
+        raise UserError(
+            "resources.device is 'cuda' but torch sees no CUDA device. Use "
+            "resources.device=cpu, or see `cimage doctor`."
+        )
     use_cuda = cfg.resources.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> LRScheduler:
-    """optim.schedule=cosine: lr_min + (lr_max - lr_min)·(1 + cos(π·step/total))/2, a function of the step alone; else with restarts."""
+def make_schedule(
+    optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int
+) -> LRScheduler:
+    """optim.schedule=cosine: lr_min + (lr_max - lr_min)·(1 + cos(π·step/total))/2, a function of
+    the step alone; else with restarts.
+    """
     if optim.schedule == "restarts":
         return CosineAnnealingWarmRestarts(optimizer, optim.t0_steps, optim.t_mult, optim.lr_min)
     floor = optim.lr_min / optim.lr_max
@@ -73,14 +93,19 @@ def follow(scheduler: LambdaLR) -> None:
 
     Only a run that became longer, or took over another's weights, sees a difference.
     """
-    rates = [base * share(scheduler.last_epoch) for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    rates = [
+        base * share(scheduler.last_epoch)
+        for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler._last_lr = rates
 
 
 class Trainer:
-    """Everything that changes during training, how to advance it by a step, and how to save and restore it."""
+    """Everything that changes during training, how to advance it by a step, and how to save and
+    restore it.
+    """
 
     def __init__(self, cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> None:
         if topology.num_edges == 0:
@@ -89,7 +114,9 @@ class Trainer:
         self.graph, self.topology, self.comm = graph, topology, comm
         self.device = pick_device(cfg)
         moments = graph.feature_moments() if needs_moments(cfg) else None
-        self.model = build_model(graph.num_features, cfg, moments).to(self.device, torch.get_default_dtype())
+        self.model = build_model(graph.num_features, cfg, moments).to(
+            self.device, torch.get_default_dtype()
+        )
         if cfg.resources.compile:
             for part in (self.model.structure, self.model.factors):
                 if part is not None:
@@ -101,9 +128,13 @@ class Trainer:
             if cfg.sampler.fanouts and isinstance(norm, BatchNorm):
                 norm.reduce = comm.grad_sum
             # Buffers are constant, or the same function of weights and rows on each rank (settle).
-            self.wrapped = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, **_UNSHARED_BUFFERS)
+            self.wrapped = nn.parallel.DistributedDataParallel(
+                self.model, process_group=comm.group, **_UNSHARED_BUFFERS
+            )
         optim = cfg.optim
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True)
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True
+        )
         epochs = optim.schedule_epochs or cfg.train.epochs
         self.scheduler = make_schedule(self.optimizer, optim, self._steps_of(epochs))
         self.refresher: Refresher | None = None
@@ -159,8 +190,15 @@ class Trainer:
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
         tensors = checkpoint.pack_model(self.model) | slots
         if self.teacher is not None:
-            tensors |= {f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()}
-        meta: dict[str, Any] = {"optimizer": groups, "scheduler": self.scheduler.state_dict(), "best": None, "scores": None}
+            tensors |= {
+                f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()
+            }
+        meta: dict[str, Any] = {
+            "optimizer": groups,
+            "scheduler": self.scheduler.state_dict(),
+            "best": None,
+            "scores": None,
+        }
         if self.best_step:
             meta["best"] = {"score": self.best_score, "step": self.best_step}
         if self.scores is not None:
@@ -180,11 +218,18 @@ class Trainer:
         if isinstance(self.scheduler, LambdaLR):
             follow(self.scheduler)
         if self.teacher is not None:
-            kept_teacher = {name.removeprefix(_TEACHER): value for name, value in saved.tensors.items() if name.startswith(_TEACHER)}
+            kept_teacher = {
+                name.removeprefix(_TEACHER): value
+                for name, value in saved.tensors.items()
+                if name.startswith(_TEACHER)
+            }
             # Weights handed over by a run without a teacher begin a new average.
             self.teacher.load_state_dict(kept_teacher or self.model.encoder.state_dict())
         if saved.meta["best"]:
-            self.best_score, self.best_step = saved.meta["best"]["score"], saved.meta["best"]["step"]
+            self.best_score, self.best_step = (
+                saved.meta["best"]["score"],
+                saved.meta["best"]["step"],
+            )
         if saved.meta["scores"]:
             plain = saved.meta["scores"]
             self.scores = checkpoint.unpack_record(CIScores, "scores", saved.tensors, plain)
@@ -259,7 +304,9 @@ class Trainer:
             yield group
 
 
-def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink) -> tuple[Encoder, Embedder]:
+def _edge_only(
+    cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink
+) -> tuple[Encoder, Embedder]:
     """Collective: a throw-away encoder trained with the edge loss alone, on streams of its own."""
     seed = keyed.derive(cfg.run.seed, keyed.STREAM["initial-labels"]) & (2**62 - 1)
     short = dataclasses.replace(
@@ -272,7 +319,9 @@ def _edge_only(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: 
     trainer = Trainer(short, graph, topology, comm)
     for batches in trainer.remaining():
         terms = trainer.advance(batches)
-        sink.tick(trainer.step, trainer.total_steps, {"loss": float(terms["structure"])}, "initial labels")
+        sink.tick(
+            trainer.step, trainer.total_steps, {"loss": float(terms["structure"])}, "initial labels"
+        )
         if signum := _agree(sink, comm, False)[0]:
             raise Interrupted(signum, 0)
     trainer.settle()
@@ -284,11 +333,14 @@ def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink:
 
     def tick(step: int, total: int, values: dict[str, float], stage: str) -> None:
         sink.tick(step, total, values, stage)
-        # Several ranks do not always tick alike, so they cannot agree here; they stop at the first step.
+        # Several ranks do not always tick alike, so they cannot agree here; they stop at the first
+        # step.
         if comm.world == 1 and (signum := sink.stop_signal()):
             raise Interrupted(signum, 0)
 
-    return initial_labels(cfg, graph, topology, lambda: _edge_only(cfg, graph, topology, comm, sink), comm, tick)
+    return initial_labels(
+        cfg, graph, topology, lambda: _edge_only(cfg, graph, topology, comm, sink), comm, tick
+    )
 
 
 def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
@@ -315,14 +367,18 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         given = labels.to(trainer.device, torch.int32)
         trainer.labels = PseudoLabels(given, int(given.max()) + 1)
     if by_score:
-        trainer.refresher = Refresher(cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps)
+        trainer.refresher = Refresher(
+            cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
+        )
 
 
-def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validator | None = None) -> Trainer:
+def worker(
+    cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validator | None = None
+) -> Trainer:
     """Collective: train to the last step, resuming from the sink's newest checkpoint.
 
-    Raises Interrupted after saving when a signal asked to stop, and UserError when a loss stops being finite (the last good
-    checkpoint stays).
+    Raises Interrupted after saving when a signal asked to stop, and UserError when a loss stops
+    being finite (the last good checkpoint stays).
     """
     keep_freed_memory()
     if cfg.resources.threads:
@@ -333,7 +389,11 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
     if saved is None:
         used = trainer.cfg.model
         described = describe_encoder(cfg.model, used)
-        sink.log("encoder", 0, {"described": described, "num_layers": used.num_layers, "teleport": used.teleport})
+        sink.log(
+            "encoder",
+            0,
+            {"described": described, "num_layers": used.num_layers, "teleport": used.teleport},
+        )
     _prepare_scores(trainer, sink)
     if saved is not None:
         trainer.restore(saved)
@@ -349,10 +409,21 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
         meter.edges += sum(batch.global_pos for batch in batches)
         is_last = step == total
         is_logged = step % cfg.run.log_every == 0 or is_last
-        validates = validate is not None and bool(cfg.train.validate_every) and (step % cfg.train.validate_every == 0 or is_last)
+        validates = (
+            validate is not None
+            and bool(cfg.train.validate_every)
+            and (step % cfg.train.validate_every == 0 or is_last)
+        )
         with meter.time("exchange"):
-            # On a GPU reading a number waits for all work in flight, so only when somebody will look at it.
-            looks = is_logged or validates or is_last or step % cfg.run.checkpoint_every == 0 or trainer.device.type == "cpu"
+            # On a GPU reading a number waits for all work in flight, so only when somebody will
+            # look at it.
+            looks = (
+                is_logged
+                or validates
+                or is_last
+                or step % cfg.run.checkpoint_every == 0
+                or trainer.device.type == "cpu"
+            )
             metrics = _reduce(terms, cfg, comm, step) if looks else {}
         sink.tick(step, total, {name: metrics[name] for name in SHOWN if name in metrics})
         with meter.time("exchange"):
@@ -361,7 +432,13 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
             if saves and not metrics:
                 _reduce(terms, cfg, comm, step)  # what is not finite must not be saved
         if is_logged:
-            sink.log("train", step, metrics | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0]} | meter.read())
+            sink.log(
+                "train",
+                step,
+                metrics
+                | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0]}
+                | meter.read(),
+            )
         is_best = validate is not None and validates and _validate(trainer, validate, sink)
         if saves or is_best:
             sink.save(step, *trainer.state(), is_best)
@@ -372,16 +449,23 @@ def worker(cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validato
 
 
 def _reduce(terms: dict[str, Tensor], cfg: Config, comm: Comm, step: int) -> dict[str, float]:
-    """Collective: global values of the terms, of the objective and of the gradient norm; fails when one is not finite."""
+    """Collective: global values of the terms, of the objective and of the gradient norm; fails when
+    one is not finite.
+    """
     norm = float(terms.pop("grad_norm"))
     names = sorted(terms)
     values = comm.sum(torch.stack([terms[name].double() for name in names]))
     reduced = dict(zip(names, values, strict=True))
-    metrics = {"loss": float(objective(reduced, cfg)), **{name: float(value) for name, value in reduced.items()}, "grad_norm": norm}
+    metrics = {
+        "loss": float(objective(reduced, cfg)),
+        **{name: float(value) for name, value in reduced.items()},
+        "grad_norm": norm,
+    }
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
         raise UserError(
-            f"Training diverged at step {step}: {', '.join(bad)} is not finite. Lower optim.lr_max (now {cfg.optim.lr_max:g}); the last good checkpoint is kept."
+            f"Training diverged at step {step}: {', '.join(bad)} is not finite. Lower "
+            f"optim.lr_max (now {cfg.optim.lr_max:g}); the last good checkpoint is kept."
         )
     return metrics
 
@@ -399,10 +483,17 @@ def _validate(trainer: Trainer, validate: Validator, sink: Sink) -> bool:
 
 
 def _agree(sink: Sink, comm: Comm, is_due: bool) -> tuple[int, bool]:
-    """Collective: (a signal that some rank received, or 0; whether rank 0's clock asks for a checkpoint), so that all act at the same step."""
+    """Collective: (a signal that some rank received, or 0; whether rank 0's clock asks for a
+    checkpoint), so that all act at the same step.
+    """
     own = sink.stop_signal()
     if comm.world == 1:
         return own, is_due
     # One small sum: two counts by kind of signal and rank 0's wish.
-    asked = comm.sum(torch.tensor([own == signal.SIGTERM, own not in (0, signal.SIGTERM), is_due and comm.is_main], dtype=torch.int64)).tolist()
+    asked = comm.sum(
+        torch.tensor(
+            [own == signal.SIGTERM, own not in (0, signal.SIGTERM), is_due and comm.is_main],
+            dtype=torch.int64,
+        )
+    ).tolist()
     return signal.SIGTERM if asked[0] else signal.SIGINT if asked[1] else 0, bool(asked[2])

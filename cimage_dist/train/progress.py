@@ -19,13 +19,23 @@ from cimage_dist.config import Config
 Item = TypeVar("Item")
 
 # What two runs of the same experiment need not have in common.
-MEASURED = ("seconds", "edges_per_s", "sampling_s", "step_s", "exchange_s", "memory_gb", "gpu_memory_gb")
+MEASURED = (
+    "seconds",
+    "edges_per_s",
+    "sampling_s",
+    "step_s",
+    "exchange_s",
+    "memory_gb",
+    "gpu_memory_gb",
+)
 
 
 class Meter:
-    """Seconds waited for batches (sampling), in forward, backward and update (step), in exchanging losses and wishes (exchange).
+    """Seconds waited for batches (sampling), in forward, backward and update (step), in exchanging
+    losses and wishes (exchange).
 
-    The gradients' own exchange overlaps the backward pass and counts as step. `edges`: positives trained on since the last reading.
+    The gradients' own exchange overlaps the backward pass and counts as step. `edges`: positives
+    trained on since the last reading.
     """
 
     def __init__(self, cfg: Config, device: torch.device) -> None:
@@ -51,10 +61,16 @@ class Meter:
             yield item
 
     def read(self) -> dict[str, Any]:
-        """Since the last reading: seconds in all and by kind, edges per second; memory at this moment. Starts anew."""
+        """Since the last reading: seconds in all and by kind, edges per second; memory at this
+        moment. Starts anew.
+        """
         now = time.perf_counter()
         seconds = now - self._since
-        found = {"seconds": seconds, "edges_per_s": self.edges / seconds, **{f"{name}_s": spent for name, spent in self._spent.items()}}
+        found = {
+            "seconds": seconds,
+            "edges_per_s": self.edges / seconds,
+            **{f"{name}_s": spent for name, spent in self._spent.items()},
+        }
         found["memory_gb"] = self._process.memory_info().rss / 1e9
         if self.device.type == "cuda":
             found["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
@@ -81,7 +97,9 @@ class Progress:
         self._bar: Any = None
         self._begin: tuple[float, int] | None = None
 
-    def update(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+    def update(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None:
         """`step` steps of a stage are done out of `total`."""
         if self.quiet:
             return
@@ -97,7 +115,9 @@ class Progress:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=total, initial=step - 1, unit="step", desc=self._stage, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total, initial=step - 1, unit="step", desc=self._stage, dynamic_ncols=True
+            )
         self._bar.set_postfix(_short(metrics), refresh=False)
         self._bar.update(step - self._bar.n)
 

@@ -1,4 +1,5 @@
-"""Embeddings of chosen nodes on the unmasked graph, in eval mode, while training: for refreshes and initial labels (§8.2).
+"""Embeddings of chosen nodes on the unmasked graph, in eval mode, while training: for refreshes and
+initial labels (§8.2).
 
 The refresh: every few steps the trusted set is rebuilt and factors are scored (§8.2, §7, §6.7).
 """
@@ -17,7 +18,12 @@ from cimage_dist import keyed
 from cimage_dist.ci.diagnostics import describe_partition, overlap
 from cimage_dist.ci.hsic import HsicStats, averaged, block_statistics, conditional_statistics
 from cimage_dist.ci.partition import choose_partition, random_half, refusal, score_features
-from cimage_dist.ci.pseudolabels import class_quota, grow_confident, select_confident, smallest_per_group
+from cimage_dist.ci.pseudolabels import (
+    class_quota,
+    grow_confident,
+    select_confident,
+    smallest_per_group,
+)
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
@@ -51,13 +57,22 @@ class FullEmbedder:
 
 
 class SampledEmbedder:
-    """Sampled neighbourhoods keyed by (seed, step, node), a few thousand nodes at a time: memory does not grow with the graph."""
+    """Sampled neighbourhoods keyed by (seed, step, node), a few thousand nodes at a time: memory
+    does not grow with the graph.
+    """
 
-    def __init__(self, features: np.ndarray, topology: Topology, cfg: Config, device: torch.device) -> None:
+    def __init__(
+        self, features: np.ndarray, topology: Topology, cfg: Config, device: torch.device
+    ) -> None:
         self.features, self.device, self.seed = features, device, cfg.run.seed
         sampler = cfg.sampler
         self.sampler = NeighbourSampler(
-            topology.indptr.numpy(), topology.indices.numpy(), sampler.fanouts, seed=cfg.run.seed, backend=sampler.backend, rescale=sampler.rescale
+            topology.indptr.numpy(),
+            topology.indices.numpy(),
+            sampler.fanouts,
+            seed=cfg.run.seed,
+            backend=sampler.backend,
+            rescale=sampler.rescale,
         )
 
     @torch.no_grad()
@@ -69,13 +84,23 @@ class SampledEmbedder:
         encoder.train(was_training)
         width = (encoder.cfg.num_factors, encoder.cfg.factor_dim)
         empty = torch.empty((0, *width), dtype=encoder.linear.weight.dtype, device=self.device)
-        return Encoding(torch.cat([p.h for p in parts] or [empty]), torch.cat([p.z for p in parts] or [empty]))
+        return Encoding(
+            torch.cat([p.h for p in parts] or [empty]), torch.cat([p.z for p in parts] or [empty])
+        )
 
     def _chunk(self, encoder: Encoder, gids: np.ndarray, key: int) -> Encoding:
         sub = self.sampler.sample_keyed(gids, key)
         weight = torch.from_numpy(sub.weight) if self.sampler.is_weighted else None
-        edges = EdgeList(torch.from_numpy(sub.src), torch.from_numpy(sub.dst), len(sub.node_gid), weight, torch.from_numpy(sub.degree)).to(self.device)
-        x = torch.from_numpy(self.features[sub.node_gid]).to(self.device, encoder.linear.weight.dtype)
+        edges = EdgeList(
+            torch.from_numpy(sub.src),
+            torch.from_numpy(sub.dst),
+            len(sub.node_gid),
+            weight,
+            torch.from_numpy(sub.degree),
+        ).to(self.device)
+        x = torch.from_numpy(self.features[sub.node_gid]).to(
+            self.device, encoder.linear.weight.dtype
+        )
         h, z = encoder(x, edges, Hops(sub.nodes_per_hop, sub.edges_per_hop))
         at = torch.from_numpy(sub.seed_bid).to(self.device)
         return Encoding(h[at], z[at])
@@ -108,24 +133,41 @@ def _context(scores: CIScores, previous: CIScores | None) -> dict[str, Any]:
 
 
 def diagnosis_interval(cfg: Config, num_steps: int) -> int:
-    """Refreshes from one diagnosis to the next: as configured, fewer where a run is too short for a curve."""
+    """Refreshes from one diagnosis to the next: as configured, fewer where a run is too short for a
+    curve.
+    """
     return min(cfg.ci.diagnose_every, max(1, -(-num_steps // cfg.ci.every_steps) // _LOOKS))
 
 
 class Refresher:
-    """Holds this rank's share of the nodes with their initial labels, and makes the partition from the current encoder.
+    """Holds this rank's share of the nodes with their initial labels, and makes the partition from
+    the current encoder.
 
-    labels int64 [N] (-1: none) and confidence float [N] are those of all nodes, the same on every rank; num_steps is the length of the run.
+    labels int64 [N] (-1: none) and confidence float [N] are those of all nodes, the same on every
+    rank; num_steps is the length of the run.
     """
 
-    def __init__(self, cfg: Config, labels: Tensor, confidence: Tensor, embedder: Embedder, comm: Comm, num_steps: int) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        labels: Tensor,
+        confidence: Tensor,
+        embedder: Embedder,
+        comm: Comm,
+        num_steps: int,
+    ) -> None:
         self.cfg, self.embedder, self.comm = cfg, embedder, comm
         self.diagnose_every = diagnosis_interval(cfg, num_steps)
         begin, end = comm.slice_of(labels.numel())
         self.gids = torch.arange(begin, end)
         self.labels = labels[begin:end].to(torch.int64)
         self.base = select_confident(
-            self.labels, confidence[begin:end], self.gids, fraction=cfg.cluster.fraction, min_per_cluster=2 * cfg.ci.block_size, comm=comm
+            self.labels,
+            confidence[begin:end],
+            self.gids,
+            fraction=cfg.cluster.fraction,
+            min_per_cluster=2 * cfg.ci.block_size,
+            comm=comm,
         )
         self.num_clusters = int(labels.max()) + 1
         self.failures = 0
@@ -134,7 +176,9 @@ class Refresher:
             self._thin_out()
 
     def _thin_out(self) -> None:
-        """Sampled regime: look at no more than max_samples members and as many candidates, so that a refresh does not grow with N."""
+        """Sampled regime: look at no more than max_samples members and as many candidates, so that
+        a refresh does not grow with N.
+        """
         limit, key = self.cfg.ci.max_samples, keyed.stream(self.cfg.run.seed, "refresh-sample")
         members = self._at_most(torch.where(self.base, self.labels, -1), limit, key)
         others = self._at_most(torch.where(~self.base & (self.labels >= 0), 0, -1), limit, key)
@@ -142,11 +186,17 @@ class Refresher:
         self.gids, self.labels, self.base = self.gids[kept], self.labels[kept], self.base[kept]
 
     def _at_most(self, groups: Tensor, limit: int, key: int) -> Tensor:
-        """Collective: at most `limit` rows over all ranks, even over groups, by a keyed draw; bool [n]."""
+        """Collective: at most `limit` rows over all ranks, even over groups, by a keyed draw; bool
+        [n].
+        """
         sizes = self.comm.sum(torch.bincount(groups[groups >= 0], minlength=self.num_clusters))
-        return smallest_per_group(keyed.uniform(key, self.gids), self.gids, groups, class_quota(sizes, limit), self.comm)
+        return smallest_per_group(
+            keyed.uniform(key, self.gids), self.gids, groups, class_quota(sizes, limit), self.comm
+        )
 
-    def __call__(self, encoder: Encoder, step: int, previous: CIScores | None) -> tuple[CIScores, dict[str, Any]]:
+    def __call__(
+        self, encoder: Encoder, step: int, previous: CIScores | None
+    ) -> tuple[CIScores, dict[str, Any]]:
         """Collective: (scores and partition, what to log). Embeddings that are not finite change
         nothing; three times in a row is an error (§12.1).
 
@@ -175,7 +225,11 @@ class Refresher:
             seed=cfg.run.seed,
             comm=comm,
         )
-        sample = self._at_most(torch.where(grown.mask, self.labels, -1), cfg.ci.max_samples, keyed.stream(cfg.run.seed, "refresh-sample", step))
+        sample = self._at_most(
+            torch.where(grown.mask, self.labels, -1),
+            cfg.ci.max_samples,
+            keyed.stream(cfg.run.seed, "refresh-sample", step),
+        )
         rows, labels, gids = h[sample], self.labels[sample], self.gids[sample]
         if cfg.ci.normalize:
             rows = normalize_factors(rows)
@@ -185,7 +239,11 @@ class Refresher:
         if is_decided and cfg.ci.average:
             self.average = stats
         scores = self._partition(stats, previous)
-        metrics: dict[str, Any] = {"confident": int(comm.sum(grown.mask.sum())), "grown": grown.added, "status": scores.status}
+        metrics: dict[str, Any] = {
+            "confident": int(comm.sum(grown.mask.sum())),
+            "grown": grown.added,
+            "status": scores.status,
+        }
         metrics |= {f"mu_norm/{c}": value for c, value in enumerate(grown.mu_norms.tolist())}
         metrics |= _context(scores, previous)
         metrics["scores"] = scores.scores.tolist()
@@ -200,17 +258,30 @@ class Refresher:
                 metrics |= overlap("permutations", scores.in_context, again.in_context)
         return scores, metrics
 
-    def _skip(self, step: int, previous: CIScores | None, bad: int) -> tuple[CIScores, dict[str, Any]]:
+    def _skip(
+        self, step: int, previous: CIScores | None, bad: int
+    ) -> tuple[CIScores, dict[str, Any]]:
         self.failures += 1
         if self.failures >= _MAX_FAILURES:
             raise UserError(
-                f"The factor scores could not be refreshed {_MAX_FAILURES} times in a row: {bad:,} values of the embeddings are NaN or infinite at step {step}. "
+                f"The factor scores could not be refreshed {_MAX_FAILURES} times in a row: "
+                f"{bad:,} values of the embeddings are NaN or infinite at step {step}. "
                 f"Lower optim.lr_max (now {self.cfg.optim.lr_max:g})."
             )
         kept = previous or random_scores(self.cfg.model.num_factors, self.cfg.run.seed)
-        scores = replace(kept, num_solves=0, status="skipped-nonfinite", notes=f"{bad} values of the embeddings are NaN or infinite")
+        scores = replace(
+            kept,
+            num_solves=0,
+            status="skipped-nonfinite",
+            notes=f"{bad} values of the embeddings are NaN or infinite",
+        )
         context = scores.in_context.nonzero().squeeze(-1).tolist()
-        return scores, {"status": scores.status, "failures": self.failures, "nonfinite": bad, "context": context}
+        return scores, {
+            "status": scores.status,
+            "failures": self.failures,
+            "nonfinite": bad,
+            "context": context,
+        }
 
     def _statistics(
         self,

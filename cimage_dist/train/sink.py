@@ -1,6 +1,7 @@
 """Metrics to MLflow, for those who keep their experiments there.
 
-Where the training loop's output goes. Every rank calls a sink at the same steps; only the main one writes.
+Where the training loop's output goes. Every rank calls a sink at the same steps; only the main one
+writes.
 """
 
 from __future__ import annotations
@@ -28,19 +29,26 @@ def import_mlflow() -> Any:
     try:
         import mlflow
     except ImportError:
-        raise UserError("run.mlflow is set, but the mlflow package is not installed. `pip install mlflow`, or unset run.mlflow.") from None
+        raise UserError(
+            "run.mlflow is set, but the mlflow package is not installed. `pip install mlflow`, "
+            "or unset run.mlflow."
+        ) from None
     return mlflow
 
 
 class MlflowRun:
-    """One MLflow run for a run directory; the same one again after a resume, its id is kept in the directory."""
+    """One MLflow run for a run directory; the same one again after a resume, its id is kept in the
+    directory.
+    """
 
     def __init__(self, uri: str, root: Path) -> None:
         self.client = import_mlflow().tracking.MlflowClient(tracking_uri=uri)
         note = root / "mlflow-run-id"
         if not note.is_file():
             found = self.client.get_experiment_by_name("cimage-dist")
-            experiment = found.experiment_id if found else self.client.create_experiment("cimage-dist")
+            experiment = (
+                found.experiment_id if found else self.client.create_experiment("cimage-dist")
+            )
             note.write_text(self.client.create_run(experiment, run_name=str(root)).info.run_id)
         self.run_id = note.read_text().strip()
 
@@ -55,15 +63,21 @@ class MlflowRun:
 class Sink(Protocol):
     def restore(self) -> checkpoint.Checkpoint | None: ...
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None: ...
-    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None: ...
+    def tick(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None: ...
     def store(self, name: str, tensors: dict[str, Tensor]) -> None: ...
     def fetch(self, name: str) -> dict[str, Tensor] | None: ...
-    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None: ...
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool
+    ) -> None: ...
     def stop_signal(self) -> int: ...
 
 
 class MemorySink:
-    """Keeps records in memory and nothing on disk: for the Python interface without a directory, and for tests."""
+    """Keeps records in memory and nothing on disk: for the Python interface without a directory,
+    and for tests.
+    """
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.records: list[dict[str, Any]] = []
@@ -77,7 +91,9 @@ class MemorySink:
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
         self.records.append({"kind": kind, "step": step, **metrics})
 
-    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+    def tick(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None:
         self.progress.update(step, total, metrics, stage)
 
     def store(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -86,22 +102,36 @@ class MemorySink:
     def fetch(self, name: str) -> dict[str, Tensor] | None:
         return self.stored.get(name)
 
-    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool
+    ) -> None:
         if is_best:
-            self.best = (step, {name: value.detach().clone() for name, value in tensors.items()}, meta)
+            self.best = (
+                step,
+                {name: value.detach().clone() for name, value in tensors.items()},
+                meta,
+            )
 
     def stop_signal(self) -> int:
         return 0
 
 
 class LocalSink:
-    """Writes a run directory: metrics.jsonl, TensorBoard events, checkpoints. Use as a context manager.
+    """Writes a run directory: metrics.jsonl, TensorBoard events, checkpoints. Use as a context
+    manager.
 
-    While open it holds the directory's lock and turns SIGINT and SIGTERM into a request to stop after the current step.
+    While open it holds the directory's lock and turns SIGINT and SIGTERM into a request to stop
+    after the current step.
     """
 
     def __init__(
-        self, run: RunDir, cfg: RunConfig, is_main: bool = True, progress: Progress | None = None, catch_signals: bool = True, lock_patience_s: float = 0.0
+        self,
+        run: RunDir,
+        cfg: RunConfig,
+        is_main: bool = True,
+        progress: Progress | None = None,
+        catch_signals: bool = True,
+        lock_patience_s: float = 0.0,
     ) -> None:
         self.run, self.cfg, self.is_main = run, cfg, is_main
         self.progress = progress or Progress(quiet=True)
@@ -134,7 +164,10 @@ class LocalSink:
             except OSError:
                 if time.monotonic() > deadline:
                     self._lock.close()
-                    raise UserError(f"Another process is training in {self.run.root}. Wait for it, or give this run another run.dir or run.seed.") from None
+                    raise UserError(
+                        f"Another process is training in {self.run.root}. Wait for it, or give "
+                        "this run another run.dir or run.seed."
+                    ) from None
                 time.sleep(0.5)
 
     def __exit__(self, *exc: object) -> None:
@@ -143,7 +176,9 @@ class LocalSink:
         self.progress.close()
         for resource in (self._file, self._board, self._mlflow, self._lock):
             if resource is not None:
-                with contextlib.suppress(OSError):  # of a full disk, which was told when the record was written
+                with contextlib.suppress(
+                    OSError
+                ):  # of a full disk, which was told when the record was written
                     resource.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -155,7 +190,9 @@ class LocalSink:
         return self._signal
 
     def restore(self) -> checkpoint.Checkpoint | None:
-        """The newest whole checkpoint; records made after it are dropped, because those steps run again."""
+        """The newest whole checkpoint; records made after it are dropped, because those steps run
+        again.
+        """
         found = checkpoint.load_latest(self.run.checkpoints)
         if self.is_main:
             self._drop_records_after(found.step if found else 0)
@@ -168,8 +205,11 @@ class LocalSink:
         for line in self.run.metrics.read_text().splitlines():
             try:
                 record = json.loads(line)
-                # A refresh is logged under the number of steps done before it, after the checkpoint of that number.
-                if record["step"] < step or (record["step"] == step and record["kind"] not in ("ci", "encoder")):
+                # A refresh is logged under the number of steps done before it, after the checkpoint
+                # of that number.
+                if record["step"] < step or (
+                    record["step"] == step and record["kind"] not in ("ci", "encoder")
+                ):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue  # a line cut short by a kill
@@ -195,9 +235,18 @@ class LocalSink:
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
         if self._mlflow is not None:
-            self._mlflow.log({f"{kind}/{name}": float(value) for name, value in metrics.items() if isinstance(value, (int, float))}, step)
+            self._mlflow.log(
+                {
+                    f"{kind}/{name}": float(value)
+                    for name, value in metrics.items()
+                    if isinstance(value, (int, float))
+                },
+                step,
+            )
 
-    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+    def tick(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None:
         if self.is_main:
             self.progress.update(step, total, metrics, stage)
 
@@ -213,7 +262,9 @@ class LocalSink:
         except (UserError, KeyError, TypeError):
             return None  # its manifest is damaged
 
-    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool
+    ) -> None:
         if not self.is_main:
             return
         if self._file is not None:

@@ -1,7 +1,7 @@
 """One optimisation step, no input or output.
 
-Convention for several ranks: a term is this rank's share, shares add up to the global value, and the loss is world · share because
-DDP averages gradients.
+Convention for several ranks: a term is this rank's share, shares add up to the global value, and
+the loss is world · share because DDP averages gradients.
 """
 
 from __future__ import annotations
@@ -52,15 +52,21 @@ def loss_terms(
     use_factors = cfg.loss.factor_weight > 0 and scores is not None
     context = scores.in_context.to(batch.x.device) if scores is not None else None
     visible = ~target_factors(context, cfg.loss) if context is not None else None
-    with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=cfg.train.precision == "bfloat16"):
+    with torch.autocast(
+        batch.x.device.type, torch.bfloat16, enabled=cfg.train.precision == "bfloat16"
+    ):
         nodes, hidden = (batch.nodes, visible) if use_factors else (None, None)
-        out: ModelOutput = model(batch.x, batch.edges, batch.pairs, nodes, hidden, batch.hops, batch.second)
+        out: ModelOutput = model(
+            batch.x, batch.edges, batch.pairs, nodes, hidden, batch.hops, batch.second
+        )
     terms = {}
     if out.logits is not None:
         cut = batch.num_pos
         weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
         pos, neg = structure_loss(*out.logits.to(out.z.dtype).tensor_split([cut]), *weights)
-        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)
+        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(
+            batch.global_neg, 1
+        )
     if out.predicted is not None and context is not None:
         own, predicted = out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype)
         recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight, teacher_nKC)
@@ -101,7 +107,12 @@ def _cluster_share(z: Tensor, batch: StepBatch, comm: Comm) -> Tensor:
     pos = batch.pairs[: batch.num_pos]
     if batch.weight is not None:
         pos = pos[batch.weight[: batch.num_pos] > 0]
-    return modularity_edges(z.index_select(0, pos[:, 0]), z.index_select(0, pos[:, 1]), comm, is_symmetric=True) / comm.world
+    return (
+        modularity_edges(
+            z.index_select(0, pos[:, 0]), z.index_select(0, pos[:, 1]), comm, is_symmetric=True
+        )
+        / comm.world
+    )
 
 
 def objective(terms: dict[str, Tensor], cfg: Config) -> Tensor:
@@ -128,19 +139,25 @@ def train_step(
     labels: PseudoLabels | None = None,
     teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
-    """Collective: forward and backward of each batch, the first of them number `first`, then clip, update, schedule.
+    """Collective: forward and backward of each batch, the first of them number `first`, then clip,
+    update, schedule.
 
-    The gradient is the mean over the batches; ranks exchange it once. Returns this rank's shares of the mean terms and the gradient
-    norm, detached.
+    The gradient is the mean over the batches; ranks exchange it once. Returns this rank's shares of
+    the mean terms and the gradient norm, detached.
     """
     optimizer.zero_grad(set_to_none=True)
     total: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         devices = [batch.x.device] if batch.x.device.type == "cuda" else []
         is_last = number == len(batches) - 1
-        waits = nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+        waits = (
+            nullcontext()
+            if is_last or not isinstance(model, DistributedDataParallel)
+            else model.no_sync()
+        )
         with torch.random.fork_rng(devices=devices), waits:
-            # Dropout is the one draw that depends on the rank: each rank drops its own copy of the rows.
+            # Dropout is the one draw that depends on the rank: each rank drops its own copy of the
+            # rows.
             torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", first + number, comm.rank))
             target = None
             if teacher is not None:

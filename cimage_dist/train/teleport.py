@@ -56,7 +56,10 @@ class Teleport(NamedTuple):
     def __str__(self) -> str:
         if self.best is None:
             return f"{self.alpha:g} (feature columns do not predict each other: the fallback)"
-        return f"{self.alpha:g} (chosen without labels: feature columns predict each other best at {self.best:.2g})"
+        return (
+            f"{self.alpha:g} (chosen without labels: feature columns predict each other "
+            f"best at {self.best:.2g})"
+        )
 
 
 def explained(power_kSD: Tensor, target_SD: Tensor, fits: Tensor) -> Tensor:
@@ -79,7 +82,9 @@ def explained(power_kSD: Tensor, target_SD: Tensor, fits: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(rows.t() @ rows)
         inner, outer = z[~fits] @ vectors, vectors.t() @ (rows.t() @ seen)
         ridge = torch.tensor(_RIDGES, dtype=torch.float64) * values.mean()
-        errors = [(hidden - inner @ (outer / (values + r).unsqueeze(1))).square().sum() for r in ridge]
+        errors = [
+            (hidden - inner @ (outer / (values + r).unsqueeze(1))).square().sum() for r in ridge
+        ]
         shares.append(1 - torch.stack(errors).min() / total)
     return torch.stack(shares)
 
@@ -97,8 +102,8 @@ def peak(shares: Tensor) -> float:
 
 
 class _Halves(NamedTuple):
-    """A keyed halving of the columns: `is_first` bool [F]; of each half the mean of its unit rows [F']
-    and their leading directions [D, F'].
+    """A keyed halving of the columns: `is_first` bool [F]; of each half the mean of its unit rows
+    [F'] and their leading directions [D, F'].
     """
 
     is_first: Tensor
@@ -108,8 +113,11 @@ class _Halves(NamedTuple):
     def start(self, rows: Tensor) -> Tensor:
         """h⁰ [n, 2·D] of feature rows [n, F]: unit rows of each half's leading directions."""
         parts = []
-        for chosen, mean, directions in zip((self.is_first, ~self.is_first), self.means, self.directions, strict=True):
-            # Unit rows of the half alone: in rows scaled as a whole, one half tells the size of the other.
+        for chosen, mean, directions in zip(
+            (self.is_first, ~self.is_first), self.means, self.directions, strict=True
+        ):
+            # Unit rows of the half alone: in rows scaled as a whole, one half tells the size of the
+            # other.
             half = F.normalize(rows[:, chosen].float(), dim=1) - mean
             parts.append(F.normalize(half @ directions.t(), dim=1))
         return torch.cat(parts, dim=1)
@@ -134,7 +142,9 @@ def _halve(rows: Tensor, key: int) -> _Halves | None:
     return _Halves(is_first, (means[0], means[1]), (found[0][:count], found[1][:count]))
 
 
-def _powers(graph: Graph, topology: Topology, halves: _Halves, nodes: Tensor, key: int) -> Iterator[Tensor]:
+def _powers(
+    graph: Graph, topology: Topology, halves: _Halves, nodes: Tensor, key: int
+) -> Iterator[Tensor]:
     """Parts [L+1, n, 2·D] of (Â^k h⁰)_k at `nodes`, together all of them."""
 
     def start(rows: np.ndarray) -> Tensor:
@@ -150,7 +160,9 @@ def _powers(graph: Graph, topology: Topology, halves: _Halves, nodes: Tensor, ke
             found.append(h[nodes])
         yield torch.stack(found)
         return
-    sampler = NeighbourSampler(topology.indptr.numpy(), topology.indices.numpy(), _FANOUTS, seed=0, backend="csr")
+    sampler = NeighbourSampler(
+        topology.indptr.numpy(), topology.indices.numpy(), _FANOUTS, seed=0, backend="csr"
+    )
     for gids in nodes.split(_CHUNK):
         sub = sampler.sample_keyed(gids.numpy(), key)
         h = start(graph.x[sub.node_gid])
@@ -162,12 +174,16 @@ def _powers(graph: Graph, topology: Topology, halves: _Halves, nodes: Tensor, ke
             torch.from_numpy(sub.degree),
         )
         hops = Hops(sub.nodes_per_hop, sub.edges_per_hop)
-        yield torch.stack([propagate(h, edges, 0.0, k, hops)[: len(gids)] for k in range(_LAYERS + 1)])
+        yield torch.stack(
+            [propagate(h, edges, 0.0, k, hops)[: len(gids)] for k in range(_LAYERS + 1)]
+        )
 
 
 def fit_to_graph(cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> Config:
     """Collective: the config with width, layers and teleport as they are used on this graph."""
-    model = cfg.model.sized(graph.num_features, topology.num_nodes, topology.num_edges, len(cfg.sampler.fanouts))
+    model = cfg.model.sized(
+        graph.num_features, topology.num_nodes, topology.num_edges, len(cfg.sampler.fanouts)
+    )
     if model.teleport is None:
         # Rank 0's word counts: sums may round differently elsewhere.
         found = choose_teleport(graph, topology) if comm.is_main else None

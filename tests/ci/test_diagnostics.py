@@ -8,12 +8,22 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from cimage_dist.ci.diagnostics import conditional_hsic, describe_partition, jaccard, jaccard_chance, label_accuracy, mean_rank, separation
+from cimage_dist.ci.diagnostics import (
+    conditional_hsic,
+    describe_partition,
+    jaccard,
+    jaccard_chance,
+    label_accuracy,
+    mean_rank,
+    separation,
+)
 from cimage_dist.types import CIScores
 
 
 def sample(n: int = 1200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CIScores]:
-    """4 factors of 3 channels: 0 and 1 carry the label, 2 is a noisy copy of 0's noise, 3 is constant."""
+    """4 factors of 3 channels: 0 and 1 carry the label, 2 is a noisy copy of 0's noise, 3 is
+    constant.
+    """
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 3, (n,), generator=generator)
     noise = torch.randn(n, 4, 3, generator=generator)
@@ -22,7 +32,9 @@ def sample(n: int = 1200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CIS
     h[:, 2] = noise[:, 0] + 0.1 * noise[:, 2]
     h[:, 3] = 0.5
     first = torch.tensor([True, True, False, False])
-    scores = CIScores(first.double(), first, 1e-3, 1e-6, torch.zeros(12, dtype=torch.float64), 3, "ok")
+    scores = CIScores(
+        first.double(), first, 1e-3, 1e-6, torch.zeros(12, dtype=torch.float64), 3, "ok"
+    )
     return h, labels, torch.arange(n), scores
 
 
@@ -31,9 +43,16 @@ def test_report_of_a_known_partition() -> None:
     out = describe_partition(h, labels, gids, scores)
     assert all(isinstance(value, float) for value in out.values())
     assert out["ci/f1_size"] == 2 and out["ci/num_classes"] == 3 and out["ci/num_solves"] == 3
-    assert out["ci/variance/0"] == pytest.approx(float(h[:, 0].double().var(dim=0, correction=0).mean())) and out["ci/variance_f2_min"] == 0.0
+    assert (
+        out["ci/variance/0"]
+        == pytest.approx(float(h[:, 0].double().var(dim=0, correction=0).mean()))
+        and out["ci/variance_f2_min"] == 0.0
+    )
     assert out["ci/accuracy_f1"] > 0.95 and out["ci/accuracy_both"] > 0.95
-    assert abs(out["ci/accuracy_f2"] - 1 / 3) < 0.08 and abs(out["ci/accuracy_majority"] - 1 / 3) < 0.05
+    assert (
+        abs(out["ci/accuracy_f2"] - 1 / 3) < 0.08
+        and abs(out["ci/accuracy_majority"] - 1 / 3) < 0.05
+    )
     assert out["ci/hsic_given_labels"] > 0.2  # factor 2 repeats the noise of factor 0
     assert out == describe_partition(h.flip(0), labels.flip(0), gids.flip(0), scores)
 
@@ -42,7 +61,10 @@ def test_conditional_hsic_is_zero_for_conditionally_independent_contexts() -> No
     """Both contexts carry the label, and nothing else in common; wide contexts are no exception."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, 3, (2000,), generator=generator)
-    h = torch.randn(2000, 4, 32, generator=generator, dtype=torch.float64) + 2.0 * torch.randn(3, 4, 32, generator=generator, dtype=torch.float64)[labels]
+    h = (
+        torch.randn(2000, 4, 32, generator=generator, dtype=torch.float64)
+        + 2.0 * torch.randn(3, 4, 32, generator=generator, dtype=torch.float64)[labels]
+    )
     first = torch.tensor([True, True, False, False])
     assert abs(conditional_hsic(h, labels, torch.arange(2000), first)) < 0.05
     copy = torch.cat([h[:, :2], h[:, :2]], dim=1)
@@ -63,7 +85,10 @@ def test_rank_of_class_means() -> None:
     means = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
     assert mean_rank(means[labels], labels) == 2
     assert mean_rank(torch.eye(3, dtype=torch.float64)[labels], labels) == 3
-    assert mean_rank(torch.zeros(90, 4, dtype=torch.float64), labels) == 0 and mean_rank(torch.zeros(90, 0), labels) == 0
+    assert (
+        mean_rank(torch.zeros(90, 4, dtype=torch.float64), labels) == 0
+        and mean_rank(torch.zeros(90, 0), labels) == 0
+    )
 
 
 def test_accuracy_uses_held_out_rows() -> None:
@@ -79,7 +104,11 @@ def test_accuracy_uses_held_out_rows() -> None:
 
 def test_jaccard() -> None:
     a, b = torch.tensor([True, True, False]), torch.tensor([False, True, True])
-    assert jaccard(a, b) == pytest.approx(1 / 3) and jaccard(a, a) == 1.0 and jaccard(~(a | ~a), ~(a | ~a)) == 1.0
+    assert (
+        jaccard(a, b) == pytest.approx(1 / 3)
+        and jaccard(a, a) == 1.0
+        and jaccard(~(a | ~a), ~(a | ~a)) == 1.0
+    )
 
 
 def test_chance_level_of_jaccard_is_the_mean_over_all_pairs_of_sets() -> None:

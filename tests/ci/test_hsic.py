@@ -20,13 +20,19 @@ from cimage_dist.errors import UserError
 from tests import reference
 
 
-def toy(n: int = 130, width: int = 5, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def toy(
+    n: int = 130, width: int = 5, classes: int = 3, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, classes, (n,), generator=generator)
     x = torch.randn(n, width, generator=generator, dtype=torch.float64)
     x[:, 0] += labels
     gids = torch.randperm(10 * n, generator=generator)[:n].sort().values
-    return x * torch.tensor([1.0, 3.0, 0.1, 50.0, 1.0], dtype=torch.float64)[:width] + 7.0, labels, gids
+    return (
+        x * torch.tensor([1.0, 3.0, 0.1, 50.0, 1.0], dtype=torch.float64)[:width] + 7.0,
+        labels,
+        gids,
+    )
 
 
 @pytest.mark.parametrize("block_size", [5, 8])
@@ -56,7 +62,9 @@ def test_unit_diagonal_and_single_precision() -> None:
     x, labels, gids = toy(600)
     stats = block_statistics(x, labels, gids, seed=1)
     # The 1e-9 added to each norm keeps the diagonal just below one.
-    torch.testing.assert_close(stats.G.diagonal(), torch.ones(5, dtype=torch.float64), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        stats.G.diagonal(), torch.ones(5, dtype=torch.float64), rtol=0, atol=1e-7
+    )
     assert abs(stats.y2 - 1) < 1e-7
     assert torch.equal(stats.G, stats.G.T)
     single = block_statistics(x, labels, gids, seed=1, dtype=torch.float32)
@@ -79,7 +87,9 @@ def test_constant_feature_and_single_class_blocks_add_nothing() -> None:
     x[:, 2] = 0.1
     stats = block_statistics(x, torch.zeros_like(labels), gids, seed=0)
     assert float(stats.G[2].abs().max()) == 0.0
-    assert float(stats.b.abs().max()) == 0.0 and stats.y2 == 0.0 and stats.zero_label_fraction == 1.0
+    assert (
+        float(stats.b.abs().max()) == 0.0 and stats.y2 == 0.0 and stats.zero_label_fraction == 1.0
+    )
     packed, norm = centred_gaussian(torch.full((1, 6, 2), 0.3, dtype=torch.float64))
     assert float(packed.abs().max()) == 0.0 and float(norm.max()) == 0.0
     packed, norm = centred_delta(torch.full((1, 6), 4))
@@ -89,7 +99,10 @@ def test_constant_feature_and_single_class_blocks_add_nothing() -> None:
 def test_packed_kernels_keep_the_inner_product() -> None:
     x = torch.randn(1, 7, 2, dtype=torch.float64)
     packed, _ = centred_gaussian(x)
-    full = [torch.from_numpy(reference.normalised_centred(reference.gaussian(x[0, :, d].numpy()))) for d in range(2)]
+    full = [
+        torch.from_numpy(reference.normalised_centred(reference.gaussian(x[0, :, d].numpy())))
+        for d in range(2)
+    ]
     assert abs(float(packed[0, :, 0] @ packed[0, :, 1]) - float((full[0] * full[1]).sum())) < 1e-13
 
 
@@ -125,7 +138,9 @@ def test_conditional_statistics_equal_dense_reference() -> None:
     inside, weight = class_blocks(labels, gids, seed=2, block_size=8, repeats=2)
     assert abs(float(weight.sum()) - 1) < 1e-12
     assert all(labels[rows].unique().numel() == 1 for rows in inside)
-    within = torch.from_numpy(reference.dense_conditional(x.numpy(), free.numpy(), inside.numpy(), weight.numpy()))
+    within = torch.from_numpy(
+        reference.dense_conditional(x.numpy(), free.numpy(), inside.numpy(), weight.numpy())
+    )
     values, vectors = torch.linalg.eigh(2 * (plain.G - within))
     expected = vectors @ torch.diag(values.clamp(min=1e-6 * float(values[-1]))) @ vectors.T
     torch.testing.assert_close(stats.G, expected, rtol=0, atol=1e-11)
@@ -146,7 +161,12 @@ def test_nonfinite_and_empty_samples_are_reported() -> None:
     x[3, 1] = float("nan")
     assert block_statistics(x, labels, gids, seed=0).num_nonfinite == 1
     empty = block_statistics(x[:0], labels[:0], gids[:0], seed=0)
-    assert isinstance(empty, HsicStats) and empty.n == 0 and empty.num_blocks == 0 and float(empty.G.abs().max()) == 0.0
+    assert (
+        isinstance(empty, HsicStats)
+        and empty.n == 0
+        and empty.num_blocks == 0
+        and float(empty.G.abs().max()) == 0.0
+    )
 
 
 def test_average_over_refreshes_weighs_them_by_powers_of_the_decay() -> None:

@@ -17,14 +17,31 @@ from tests.ci.test_selection import planted
 def made_up(gram: torch.Tensor, cross: torch.Tensor, **changes: object) -> HsicStats:
     gram, cross = gram.to(torch.float64), cross.to(torch.float64)
     stats = HsicStats(
-        G=gram, b=cross, y2=1.0, num_blocks=120, n=800, zero_label_fraction=0.0, num_classes=4, block_size=20, repeats=3, coverage=gram.diagonal().clone()
+        G=gram,
+        b=cross,
+        y2=1.0,
+        num_blocks=120,
+        n=800,
+        zero_label_fraction=0.0,
+        num_classes=4,
+        block_size=20,
+        repeats=3,
+        coverage=gram.diagonal().clone(),
     )
     return replace(stats, **changes)  # type: ignore[arg-type]
 
 
 def before(num_factors: int = 16) -> CIScores:
     chosen = torch.arange(num_factors) < 3
-    return CIScores(chosen.to(torch.float64), chosen, 1e-4, 1e-6, torch.ones(num_factors, dtype=torch.float64), 4, "ok")
+    return CIScores(
+        chosen.to(torch.float64),
+        chosen,
+        1e-4,
+        1e-6,
+        torch.ones(num_factors, dtype=torch.float64),
+        4,
+        "ok",
+    )
 
 
 @pytest.mark.parametrize("solver", ["vi", "nnlasso"])
@@ -63,22 +80,34 @@ def test_score_features_layout_is_factor_major() -> None:
 def test_pi_changes_weights_but_not_the_partition() -> None:
     stats = planted(1, good=5)
     half, high = (choose_partition(stats, 16, target=5, pi=pi) for pi in (0.5, 0.8))
-    torch.testing.assert_close(high.omega, 2.5 * half.omega)  # 1 / (2 (1 - 0.8)), the ratio noted in the specification
-    assert torch.equal(high.in_context, half.in_context) and torch.equal(high.scores, half.scores) and high.lam == half.lam
+    torch.testing.assert_close(
+        high.omega, 2.5 * half.omega
+    )  # 1 / (2 (1 - 0.8)), the ratio noted in the specification
+    assert (
+        torch.equal(high.in_context, half.in_context)
+        and torch.equal(high.scores, half.scores)
+        and high.lam == half.lam
+    )
 
 
 def test_previous_penalty_saves_solves() -> None:
     stats = planted(0, good=6)
     cold = choose_partition(stats, 16, target=4)
     warm = choose_partition(stats, 16, target=4, previous=cold)
-    assert warm.num_solves == 1 and warm.lam == pytest.approx(cold.lam) and torch.equal(warm.in_context, cold.in_context)
+    assert (
+        warm.num_solves == 1
+        and warm.lam == pytest.approx(cold.lam)
+        and torch.equal(warm.in_context, cold.in_context)
+    )
     for far in (1e-8, 1.0):
         other = choose_partition(stats, 16, target=4, previous=replace(cold, lam=far))
         assert abs(int(other.in_context.sum()) - 4) <= 1 and other.num_solves <= 25
 
 
 def test_unreachable_target_takes_the_nearest_and_says_so() -> None:
-    """Labels explained by one column: the non-negative weights of the others vanish for any penalty."""
+    """Labels explained by one column: the non-negative weights of the others vanish for any
+    penalty.
+    """
     gram = torch.full((8, 8), 0.9) + 0.1 * torch.eye(8)
     cross = torch.full((8,), 0.4)
     cross[2] = 0.9
@@ -94,19 +123,32 @@ def test_conditional_statistics_use_the_lasso() -> None:
     x[:, :2] += 3 * torch.randn(4, 2, generator=generator)[labels]
     stats = conditional_statistics(x, labels, torch.arange(800), seed=0)
     scores = choose_partition(stats, 8, target=2, solver="vi")
-    assert scores.in_context.nonzero().flatten().tolist() == [0, 1] and scores.sigma2 != scores.sigma2
+    assert (
+        scores.in_context.nonzero().flatten().tolist() == [0, 1] and scores.sigma2 != scores.sigma2
+    )
 
 
 # ---- the degenerate cases, in the order of the table ----
 
 
 @pytest.mark.parametrize("change", [{"n": 39}, {"num_classes": 1}, {"zero_label_fraction": 0.51}])
-def test_undecided_data_keep_the_previous_partition_or_draw_a_half(change: dict[str, float]) -> None:
+def test_undecided_data_keep_the_previous_partition_or_draw_a_half(
+    change: dict[str, float],
+) -> None:
     stats = replace(planted(0), **change)
     kept = choose_partition(stats, 16, previous=before())
-    assert kept.status == "kept-previous" and torch.equal(kept.in_context, before().in_context) and kept.lam == 1e-4 and kept.notes
+    assert (
+        kept.status == "kept-previous"
+        and torch.equal(kept.in_context, before().in_context)
+        and kept.lam == 1e-4
+        and kept.notes
+    )
     drawn = choose_partition(stats, 16, seed=5)
-    assert drawn.status == "random-half" and int(drawn.in_context.sum()) == 8 and torch.equal(drawn.in_context, random_half(16, 5))
+    assert (
+        drawn.status == "random-half"
+        and int(drawn.in_context.sum()) == 8
+        and torch.equal(drawn.in_context, random_half(16, 5))
+    )
     assert not torch.equal(drawn.in_context, choose_partition(stats, 16, seed=6).in_context)
 
 
@@ -116,28 +158,46 @@ def test_half_of_single_class_blocks_is_still_enough() -> None:
 
 def test_empty_first_context_halves_a_fixed_penalty() -> None:
     scores = choose_partition(planted(0), 16, lam=1.0)
-    assert scores.status == "ok" and int(scores.in_context.sum()) >= 1 and scores.lam < 1.0 and "halved" in scores.notes
+    assert (
+        scores.status == "ok"
+        and int(scores.in_context.sum()) >= 1
+        and scores.lam < 1.0
+        and "halved" in scores.notes
+    )
     assert scores.lam == 2.0 ** -(scores.num_solves - 1)
 
 
 @pytest.mark.parametrize("lam", [1e12, "auto"])
 def test_hopeless_weights_fall_back_to_the_most_dependent_factors(lam: float | str) -> None:
-    """Twenty halvings of 1e12 leave a penalty that allows nothing; with labels unrelated to anything, no penalty does."""
+    """Twenty halvings of 1e12 leave a penalty that allows nothing; with labels unrelated to
+    anything, no penalty does.
+    """
     cross = torch.linspace(0.1, 0.2, 10) if lam != "auto" else -torch.linspace(0.2, 0.1, 10)
     scores = choose_partition(made_up(torch.eye(10), cross), 10, lam=lam)  # type: ignore[arg-type]
-    assert scores.status == "fallback-top-b" and scores.in_context.nonzero().flatten().tolist() == [7, 8, 9]
+    assert scores.status == "fallback-top-b" and scores.in_context.nonzero().flatten().tolist() == [
+        7,
+        8,
+        9,
+    ]
     assert scores.num_solves == (21 if lam != "auto" else scores.num_solves)
 
 
 def test_full_first_context_doubles_a_fixed_penalty() -> None:
     scores = choose_partition(planted(0), 16, lam=1e-8)
-    assert scores.status == "ok" and 0 < int(scores.in_context.sum()) < 16 and "doubled" in scores.notes and scores.lam > 1e-8
+    assert (
+        scores.status == "ok"
+        and 0 < int(scores.in_context.sum()) < 16
+        and "doubled" in scores.notes
+        and scores.lam > 1e-8
+    )
 
 
 def test_weights_that_never_vanish_leave_out_the_smallest() -> None:
     """Twenty doublings of 1e-20 change nothing: F2 is the quarter of smallest mean weight."""
     scores = choose_partition(made_up(torch.eye(10), torch.linspace(0.2, 0.4, 10)), 10, lam=1e-20)
-    assert scores.status == "fallback-smallest" and (~scores.in_context).nonzero().flatten().tolist() == [0, 1, 2]
+    assert scores.status == "fallback-smallest" and (
+        ~scores.in_context
+    ).nonzero().flatten().tolist() == [0, 1, 2]
     assert scores.num_solves == 21 and torch.equal(scores.scores > 0, scores.in_context)
 
 
@@ -152,9 +212,22 @@ def test_constant_features_are_dropped_and_all_constant_is_undecided() -> None:
 def test_singular_statistics_give_a_partition() -> None:
     stats = planted(0)
     double = torch.cat([torch.arange(16), torch.arange(16)])
-    scores = choose_partition(replace(stats, G=stats.G[double][:, double], b=stats.b[double], coverage=stats.coverage[double]), 32, target=4)
-    assert scores.status == "ok" and set(scores.in_context.nonzero().flatten().tolist()) <= {0, 1, 16, 17} | set(range(2, 16))
-    assert bool(torch.isfinite(scores.omega).all()) and bool(scores.in_context[[0, 1, 16, 17]].any())
+    scores = choose_partition(
+        replace(
+            stats, G=stats.G[double][:, double], b=stats.b[double], coverage=stats.coverage[double]
+        ),
+        32,
+        target=4,
+    )
+    assert scores.status == "ok" and set(scores.in_context.nonzero().flatten().tolist()) <= {
+        0,
+        1,
+        16,
+        17,
+    } | set(range(2, 16))
+    assert bool(torch.isfinite(scores.omega).all()) and bool(
+        scores.in_context[[0, 1, 16, 17]].any()
+    )
 
 
 def test_nonfinite_embeddings_skip_the_refresh() -> None:
@@ -165,7 +238,10 @@ def test_nonfinite_embeddings_skip_the_refresh() -> None:
     assert kept.status == "skipped-nonfinite" and torch.equal(kept.in_context, before().in_context)
     first = choose_partition(stats, 16)
     assert first.status == "skipped-nonfinite" and int(first.in_context.sum()) == 8
-    assert choose_partition(made_up(torch.full((4, 4), float("nan")), torch.zeros(4)), 4).status == "skipped-nonfinite"
+    assert (
+        choose_partition(made_up(torch.full((4, 4), float("nan")), torch.zeros(4)), 4).status
+        == "skipped-nonfinite"
+    )
 
 
 def test_single_factor() -> None:
@@ -175,6 +251,12 @@ def test_single_factor() -> None:
 
 def test_bad_arguments_are_explained() -> None:
     stats = made_up(torch.eye(4), torch.full((4,), 0.5))
-    for arguments in ({"pi": 1.0}, {"target": 4}, {"lam": -1.0}, {"features": "factor_mean", "num_factors": 2}, {"num_factors": 3}):
+    for arguments in (
+        {"pi": 1.0},
+        {"target": 4},
+        {"lam": -1.0},
+        {"features": "factor_mean", "num_factors": 2},
+        {"num_factors": 3},
+    ):
         with pytest.raises(UserError):
             choose_partition(stats, **{"num_factors": 4} | arguments)  # type: ignore[arg-type]

@@ -6,16 +6,27 @@ import numpy as np
 import pytest
 import torch
 
-from cimage_dist.ci.pseudolabels import class_quota, grow_confident, select_confident, smallest_per_group
+from cimage_dist.ci.pseudolabels import (
+    class_quota,
+    grow_confident,
+    select_confident,
+    smallest_per_group,
+)
 from cimage_dist.errors import UserError
 from tests import reference
 
 
-def clusters(n: int = 500, classes: int = 5, width: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Embeddings around class centres, labels with a few -1, confidences with many ties, sparse global ids."""
+def clusters(
+    n: int = 500, classes: int = 5, width: int = 8, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Embeddings around class centres, labels with a few -1, confidences with many ties, sparse
+    global ids.
+    """
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, classes, (n,), generator=generator)
-    z = torch.randn(classes, width, generator=generator)[labels] + 0.25 * torch.randn(n, width, generator=generator)
+    z = torch.randn(classes, width, generator=generator)[labels] + 0.25 * torch.randn(
+        n, width, generator=generator
+    )
     confidence = (torch.rand(n, generator=generator) * 20).floor() / 10 - 1
     labels[torch.randperm(n, generator=generator)[: n // 20]] = -1
     gids = torch.randperm(3 * n, generator=generator)[:n]
@@ -26,7 +37,12 @@ def clusters(n: int = 500, classes: int = 5, width: int = 8, seed: int = 0) -> t
 def test_confident_equals_a_full_sort(fraction: float, minimum: int) -> None:
     _, labels, confidence, gids = clusters()
     mask = select_confident(labels, confidence, gids, fraction=fraction, min_per_cluster=minimum)
-    assert np.array_equal(mask.numpy(), reference.confident(labels.numpy(), confidence.double().numpy(), gids.numpy(), fraction, minimum))
+    assert np.array_equal(
+        mask.numpy(),
+        reference.confident(
+            labels.numpy(), confidence.double().numpy(), gids.numpy(), fraction, minimum
+        ),
+    )
 
 
 def test_small_clusters_are_not_starved() -> None:
@@ -37,9 +53,13 @@ def test_small_clusters_are_not_starved() -> None:
 
 
 def test_extreme_confidences_are_ordered() -> None:
-    values = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-310, -1e300, 5.0], dtype=torch.float64)
+    values = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), 1e-310, -1e300, 5.0], dtype=torch.float64
+    )
     for quota in range(8):
-        chosen = smallest_per_group(values, torch.arange(7), torch.zeros(7, dtype=torch.int64), torch.tensor([quota]))
+        chosen = smallest_per_group(
+            values, torch.arange(7), torch.zeros(7, dtype=torch.int64), torch.tensor([quota])
+        )
         order = np.lexsort((np.arange(7), values.numpy()))
         assert sorted(chosen.nonzero().flatten().tolist()) == sorted(order[:quota].tolist())
 
@@ -86,8 +106,20 @@ def test_small_bank_gives_a_subset_and_is_stratified() -> None:
 def test_doubtful_rows_are_decided_in_double_precision() -> None:
     """Cosines within 1e-12 of the threshold, on both sides: float32 cannot tell them apart."""
     angle = torch.acos(torch.tensor([0.99 + 1e-12, 0.99 - 1e-12], dtype=torch.float64))
-    z = torch.stack([torch.cat([torch.ones(1).double(), angle.cos()]), torch.cat([torch.zeros(1).double(), angle.sin()])], dim=1)
-    grown = grow_confident(z, torch.zeros(3, dtype=torch.int64), torch.tensor([True, False, False]), torch.arange(3), threshold=0.99)
+    z = torch.stack(
+        [
+            torch.cat([torch.ones(1).double(), angle.cos()]),
+            torch.cat([torch.zeros(1).double(), angle.sin()]),
+        ],
+        dim=1,
+    )
+    grown = grow_confident(
+        z,
+        torch.zeros(3, dtype=torch.int64),
+        torch.tensor([True, False, False]),
+        torch.arange(3),
+        threshold=0.99,
+    )
     assert grown.mask.tolist() == [True, True, False]
 
 
@@ -99,10 +131,19 @@ def test_mean_rule_equals_its_formula_and_is_bounded(agree: bool) -> None:
     unit = torch.nn.functional.normalize(z.double(), dim=1)
     mu = torch.stack([unit[base & (labels == c)].mean(dim=0) for c in range(5)])
     score = unit @ mu.T
-    best = score.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1) if agree else score.amax(dim=1)
+    best = (
+        score.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1) if agree else score.amax(dim=1)
+    )
     assert torch.equal(grown.mask, base | ((best >= 0.93) & (labels >= 0)))
-    torch.testing.assert_close(grown.mu_norms, mu.norm(dim=1), rtol=0, atol=1e-7)  # float32 embeddings, unit rows in float32
-    assert grow_confident(z, labels, base, gids, rule="mean", threshold=float(grown.mu_norms.max()) + 1e-6).added == 0
+    torch.testing.assert_close(
+        grown.mu_norms, mu.norm(dim=1), rtol=0, atol=1e-7
+    )  # float32 embeddings, unit rows in float32
+    assert (
+        grow_confident(
+            z, labels, base, gids, rule="mean", threshold=float(grown.mu_norms.max()) + 1e-6
+        ).added
+        == 0
+    )
 
 
 def test_quantile_rule_takes_the_best_percent_of_each_class() -> None:

@@ -8,7 +8,14 @@ import torch
 from scipy.optimize import nnls
 
 from cimage_dist.ci.hsic import HsicStats, block_statistics
-from cimage_dist.ci.selection import invert, jacobi, nonnegative_qp, prepare_vi, solve_nnlasso, solve_vi
+from cimage_dist.ci.selection import (
+    invert,
+    jacobi,
+    nonnegative_qp,
+    prepare_vi,
+    solve_nnlasso,
+    solve_vi,
+)
 from tests import reference
 
 
@@ -35,7 +42,11 @@ def test_quadratic_programme_meets_optimality_conditions(size: int) -> None:
     matrix, linear = correlated(size, size)
     w = nonnegative_qp(matrix, linear, np.zeros(size))
     gradient = matrix @ w - linear
-    assert (w >= 0).all() and (gradient[w == 0] > -1e-9).all() and np.abs(gradient[w > 0]).max(initial=0) < 1e-9
+    assert (
+        (w >= 0).all()
+        and (gradient[w == 0] > -1e-9).all()
+        and np.abs(gradient[w > 0]).max(initial=0) < 1e-9
+    )
     other = nonnegative_qp(matrix, linear, np.ones(size))
     np.testing.assert_allclose(other, w, atol=1e-9)
 
@@ -46,7 +57,11 @@ def test_quadratic_programme_equals_nnls_and_plain_descent() -> None:
     expected, _ = nnls(tall, target)
     matrix, linear = tall.T @ tall, tall.T @ target
     np.testing.assert_allclose(nonnegative_qp(matrix, linear, np.zeros(12)), expected, atol=1e-9)
-    np.testing.assert_allclose(nonnegative_qp(matrix, linear, np.zeros(12)), reference.cyclic_descent(matrix, linear, 3000), atol=1e-7)
+    np.testing.assert_allclose(
+        nonnegative_qp(matrix, linear, np.zeros(12)),
+        reference.cyclic_descent(matrix, linear, 3000),
+        atol=1e-7,
+    )
 
 
 def test_quadratic_programme_survives_singular_and_hopeless_input() -> None:
@@ -66,7 +81,9 @@ def test_inverse_of_a_singular_matrix_gets_a_ridge() -> None:
     twins = np.array([[1.0, 1.0], [1.0, 1.0 - 1e-12]])
     found = invert(twins)
     assert found.ridge == pytest.approx(1e-6, rel=1e-6)
-    np.testing.assert_allclose(found.diagonal, np.linalg.inv(twins + found.ridge * np.eye(2)).diagonal(), rtol=1e-6)
+    np.testing.assert_allclose(
+        found.diagonal, np.linalg.inv(twins + found.ridge * np.eye(2)).diagonal(), rtol=1e-6
+    )
 
 
 def plain_vi(stats: HsicStats, lam: float) -> np.ndarray:
@@ -74,7 +91,14 @@ def plain_vi(stats: HsicStats, lam: float) -> np.ndarray:
     g_matrix, b = stats.G.numpy(), stats.b.numpy()
     size, rows, nu = len(b), stats.n * stats.block_size * stats.repeats, 1.5
     a = np.abs(np.linalg.solve(g_matrix, b))
-    g, f, sigma2, bound, active, w = np.full(size, 2.0), np.ones(size), 1.0, np.inf, np.ones(size, dtype=bool), np.zeros(size)
+    g, f, sigma2, bound, active, w = (
+        np.full(size, 2.0),
+        np.ones(size),
+        1.0,
+        np.inf,
+        np.ones(size, dtype=bool),
+        np.zeros(size),
+    )
     for outer in range(100):
         zeta = (1 + 0.5 * f * g) / (nu + 0.5)
         f = zeta / g
@@ -84,7 +108,9 @@ def plain_vi(stats: HsicStats, lam: float) -> np.ndarray:
             w = np.linalg.solve(p, b)
         else:
             w = np.zeros(size)
-            w[active] = reference.cyclic_descent(p[np.ix_(active, active)], (b - sigma2 * lam * rows / a)[active], 500)
+            w[active] = reference.cyclic_descent(
+                p[np.ix_(active, active)], (b - sigma2 * lam * rows / a)[active], 500
+            )
         active &= w > 1e-5
         if not active.any():
             break
@@ -92,8 +118,14 @@ def plain_vi(stats: HsicStats, lam: float) -> np.ndarray:
         rss = stats.y2 - 2 * b @ w + w @ g_matrix @ w
         trace = np.trace(g_matrix @ cov)
         sigma2 = (rss + trace) / rows
-        new = rss / (2 * sigma2) + np.sum((0.5 * f * g + 1) / zeta + (nu + 0.5) * np.log(zeta) - 0.5 * np.log(f))
-        new += -0.5 * np.linalg.slogdet(cov)[1] + trace / (2 * sigma2) + 0.5 * rows * np.log(2 * np.pi * sigma2)
+        new = rss / (2 * sigma2) + np.sum(
+            (0.5 * f * g + 1) / zeta + (nu + 0.5) * np.log(zeta) - 0.5 * np.log(f)
+        )
+        new += (
+            -0.5 * np.linalg.slogdet(cov)[1]
+            + trace / (2 * sigma2)
+            + 0.5 * rows * np.log(2 * np.pi * sigma2)
+        )
         if abs(bound - new) <= 1e-5 * abs(new):
             break
         bound = new
@@ -132,10 +164,18 @@ def test_singular_statistics_use_the_ridge_rule() -> None:
     assert float(torch.linalg.cond(stats.G)) > 1e10
     problem = prepare_vi(stats)
     size = 6
-    expected = torch.linalg.solve(stats.G + 1e-6 * stats.G.trace() / size * torch.eye(size, dtype=torch.float64), stats.b).abs()
-    np.testing.assert_allclose(problem.adaptive, np.maximum(expected.numpy(), 1e-6 * expected.max().item()), rtol=1e-6)
+    expected = torch.linalg.solve(
+        stats.G + 1e-6 * stats.G.trace() / size * torch.eye(size, dtype=torch.float64), stats.b
+    ).abs()
+    np.testing.assert_allclose(
+        problem.adaptive, np.maximum(expected.numpy(), 1e-6 * expected.max().item()), rtol=1e-6
+    )
     omega = solve_vi(problem, 1e-3).omega
-    assert bool(torch.isfinite(omega).all()) and float(omega[0] + omega[4]) > 0 and float(omega[2:4].abs().max()) == 0
+    assert (
+        bool(torch.isfinite(omega).all())
+        and float(omega[0] + omega[4]) > 0
+        and float(omega[2:4].abs().max()) == 0
+    )
 
 
 def test_features_constant_in_most_blocks_are_dropped() -> None:
@@ -163,8 +203,14 @@ def test_nnlasso_meets_optimality_conditions_and_shrinks() -> None:
 
 
 def test_jacobi_agrees_where_it_converges() -> None:
-    """Nearly orthogonal features make the matrix diagonally dominant; there the simultaneous update has the same fixed point."""
+    """Nearly orthogonal features make the matrix diagonally dominant; there the simultaneous update
+    has the same fixed point.
+    """
     matrix = np.eye(4) + 0.05
     linear = np.array([1.0, 0.5, -0.2, 0.8])
-    np.testing.assert_allclose(jacobi(matrix, linear, np.zeros(4), tol=1e-9), nonnegative_qp(matrix, linear, np.zeros(4)), atol=1e-6)
+    np.testing.assert_allclose(
+        jacobi(matrix, linear, np.zeros(4), tol=1e-9),
+        nonnegative_qp(matrix, linear, np.zeros(4)),
+        atol=1e-6,
+    )
     assert solve_vi(planted(0), 1e-3, inner="jacobi").omega.nonzero().flatten().tolist() == [0, 1]

@@ -73,17 +73,28 @@ def trained(trained_once: Path, tmp_path: Path) -> Path:
 
 
 def own_graph(folder: Path, **arrays: np.ndarray | None) -> list[str]:
-    """Write an own graph of 120 nodes, the last 20 without edges; None leaves a file out. Returns its settings."""
+    """Write an own graph of 120 nodes, the last 20 without edges; None leaves a file out. Returns
+    its settings.
+    """
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 120)
     edges = rng.integers(0, 100, (1500, 2))
     edges = edges[labels[edges[:, 0]] == labels[edges[:, 1]]]
-    usual = {"edges": edges, "features": rng.normal(size=(120, 5)) + labels[:, None], "labels": labels}
+    usual = {
+        "edges": edges,
+        "features": rng.normal(size=(120, 5)) + labels[:, None],
+        "labels": labels,
+    }
     folder.mkdir()
     for name, array in (usual | arrays).items():
         if array is not None:
             np.save(folder / f"{name}.npy", array)
-    return ["data.name=mine", f"data.path={folder}", f"data.store_dir={folder.parent / 'stores'}", *TRAINING]
+    return [
+        "data.name=mine",
+        f"data.path={folder}",
+        f"data.store_dir={folder.parent / 'stores'}",
+        *TRAINING,
+    ]
 
 
 def environment() -> dict[str, str]:
@@ -97,5 +108,7 @@ def command(*argv: str) -> list[str]:
 
 def process(*argv: str) -> Outcome:
     """The same as a real process."""
-    done = subprocess.run(command(*argv), capture_output=True, text=True, env=environment(), timeout=300)
+    done = subprocess.run(
+        command(*argv), capture_output=True, text=True, env=environment(), timeout=300
+    )
     return Outcome(done.returncode, done.stdout, done.stderr)

@@ -13,24 +13,50 @@ from cimage_dist.errors import UserError
 from cimage_dist.pipeline import clusterings as clustering
 from cimage_dist.pipeline.clusterings import METHODS, methods_for, summarise
 
-GRAPH = ["data.name=sbm", "data.sbm.num_nodes=400", "data.sbm.num_blocks=4", "data.sbm.avg_degree=10", "data.sbm.label_features=8", "cluster.init_epochs=2"]
+GRAPH = [
+    "data.name=sbm",
+    "data.sbm.num_nodes=400",
+    "data.sbm.num_blocks=4",
+    "data.sbm.avg_degree=10",
+    "data.sbm.label_features=8",
+    "cluster.init_epochs=2",
+]
 
 
 def test_methods_are_compared_and_their_labels_can_be_used_again(cli):
     got = cli("cluster", *GRAPH, "--methods", "propagated,selfkmeans", "--json")
     assert got.code == 0, got.err
     result = json.loads(got.out)
-    assert result["clusters"] == 4 and [run["method"] for run in result["runs"]] == ["propagated", "selfkmeans"]
+    assert result["clusters"] == 4 and [run["method"] for run in result["runs"]] == [
+        "propagated",
+        "selfkmeans",
+    ]
     for run in result["runs"]:
         assert 25 <= run["acc"] <= 100 and run["acc_s"] <= 100 and run["clusters_in_s"] == 4
-        assert {"nmi", "ari", "f1", "modularity", "s", "seconds", "peak_gb", "folder"} <= run.keys() and run["peak_gb"] > 0.05
-    assert set(result["methods"]) == {"propagated", "selfkmeans"} and result["methods"]["propagated"]["acc"]["std"] == 0
+        assert {
+            "nmi",
+            "ari",
+            "f1",
+            "modularity",
+            "s",
+            "seconds",
+            "peak_gb",
+            "folder",
+        } <= run.keys() and run["peak_gb"] > 0.05
+    assert (
+        set(result["methods"]) == {"propagated", "selfkmeans"}
+        and result["methods"]["propagated"]["acc"]["std"] == 0
+    )
     folder = result["runs"][0]["folder"]
     assert (Path(folder) / "manifest.json").is_file()
 
     shown = cli("cluster", *GRAPH, "--methods", "file", f"cluster.from={folder}")
     assert shown.code == 0, shown.err
-    assert "ACC on S" in shown.out and "modularity" in shown.out and f"{result['runs'][0]['acc']:.1f}" in shown.out
+    assert (
+        "ACC on S" in shown.out
+        and "modularity" in shown.out
+        and f"{result['runs'][0]['acc']:.1f}" in shown.out
+    )
     config = cli("show", *GRAPH, f"cluster.from={folder}")
     assert "init: file" in config.out and folder in config.out
 
@@ -59,9 +85,16 @@ def test_what_suits_a_graph_is_compared_by_default():
 
 
 def test_means_and_spreads_are_over_seeds():
-    runs = [{"method": "m", "seed": s, "clusters": 3, "acc": acc, "peak_gb": gb, "modularity": None} for s, acc, gb in ((0, 60.0, 0.5), (1, 70.0, 0.7))]
+    runs = [
+        {"method": "m", "seed": s, "clusters": 3, "acc": acc, "peak_gb": gb, "modularity": None}
+        for s, acc, gb in ((0, 60.0, 0.5), (1, 70.0, 0.7))
+    ]
     found = summarise(runs)
-    assert found["seeds"] == 2 and found["acc"]["mean"] == 65.0 and found["acc"]["std"] == pytest.approx(7.0710678)
+    assert (
+        found["seeds"] == 2
+        and found["acc"]["mean"] == 65.0
+        and found["acc"]["std"] == pytest.approx(7.0710678)
+    )
     assert found["peak_gb"]["mean"] == 0.7 and "seed" not in found
 
 

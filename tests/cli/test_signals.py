@@ -1,4 +1,6 @@
-"""Training that is stopped, by asking or by force, goes on where it was and ends with the same weights to the last bit."""
+"""Training that is stopped, by asking or by force, goes on where it was and ends with the same
+weights to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STEPS = 120
 
 @pytest.fixture(scope="module")
 def settings(tiny: list[str]) -> list[str]:
-    """Long enough to be met in the middle; a checkpoint at every fifth step, so that a kill often meets one half-written."""
+    """Long enough to be met in the middle; a checkpoint at every fifth step, so that a kill often
+    meets one half-written.
+    """
     return [*tiny, f"train.epochs={STEPS}", "run.checkpoint_every=5", "run.log_every=1"]
 
 
@@ -34,12 +38,22 @@ def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory)
 
 def last_step(run: Path) -> int:
     """Of the metrics written so far; 0 before the first."""
-    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
+    lines = (
+        (run / "metrics.jsonl").read_text().splitlines()
+        if (run / "metrics.jsonl").is_file()
+        else []
+    )
     return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
 
 
 def start(settings: list[str], run: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(command("pretrain", *settings, f"run.dir={run}"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    return subprocess.Popen(
+        command("pretrain", *settings, f"run.dir={run}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
@@ -54,13 +68,20 @@ def assert_same_end(run: Path, whole: Path) -> None:
     a, b = (checkpoint.load_latest(root / "ckpt") for root in (run, whole))
     assert a is not None and b is not None and a.step == b.step == STEPS and a.meta == b.meta
     torch.testing.assert_close(a.tensors, b.tensors, rtol=0, atol=0)
-    records, expected = ([json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()] for root in (run, whole))
-    assert [(r["step"], r.get("loss")) for r in records] == [(r["step"], r.get("loss")) for r in expected]
+    records, expected = (
+        [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+        for root in (run, whole)
+    )
+    assert [(r["step"], r.get("loss")) for r in records] == [
+        (r["step"], r.get("loss")) for r in expected
+    ]
     assert not list((run / "ckpt").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_by_a_signal(settings: list[str], uninterrupted: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_stopped_by_a_signal(
+    settings: list[str], uninterrupted: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     run = tmp_path / "run"
     process = start(settings, run)
     wait_for_step(process, run, 7)
@@ -70,7 +91,10 @@ def test_stopped_by_a_signal(settings: list[str], uninterrupted: Path, tmp_path:
     saved = checkpoint.load_latest(run / "ckpt")
     assert saved is not None and 7 <= saved.step < STEPS
     message = err.splitlines()[-1]
-    assert message.startswith(f"stopped after step {saved.step}; everything is saved. Resume with: cimage pretrain data.name=sbm ")
+    assert message.startswith(
+        f"stopped after step {saved.step}; everything is saved. Resume with: cimage pretrain "
+        "data.name=sbm "
+    )
     assert f"run.dir={run}" in message and "Traceback" not in err
     assert not (run / "summary.json").exists()
     assert main(["pretrain", *settings, f"run.dir={run}", "--quiet"]) == 0
@@ -79,10 +103,14 @@ def test_stopped_by_a_signal(settings: list[str], uninterrupted: Path, tmp_path:
 
 
 def kill_and_resume(settings: list[str], run: Path, kills: int, draw: random.Random) -> None:
-    """Kill -9 at random steps and a random moment within the step; each process goes on from what the one before left."""
+    """Kill -9 at random steps and a random moment within the step; each process goes on from what
+    the one before left.
+    """
     for i in range(kills):
         process = start(settings, run)
-        wait_for_step(process, run, min(last_step(run) + draw.randint(1, STEPS // (kills + 1)), STEPS - 20))
+        wait_for_step(
+            process, run, min(last_step(run) + draw.randint(1, STEPS // (kills + 1)), STEPS - 20)
+        )
         time.sleep(draw.uniform(0, 0.02))
         process.kill()
         process.communicate()
@@ -107,11 +135,23 @@ def test_killed_often(settings: list[str], uninterrupted: Path, tmp_path: Path, 
     assert_same_end(run, uninterrupted)
 
 
-@pytest.mark.parametrize(("method", "first"), [("selfkmeans", "initial labels "), ("rdgae", "R-DGAE pre-training ")])
-def test_stopped_before_the_first_step(method: str, first: str, tiny: list[str], tmp_path: Path) -> None:
-    """While initial labels are made there is nothing to save yet, and the message does not claim otherwise."""
+@pytest.mark.parametrize(
+    ("method", "first"), [("selfkmeans", "initial labels "), ("rdgae", "R-DGAE pre-training ")]
+)
+def test_stopped_before_the_first_step(
+    method: str, first: str, tiny: list[str], tmp_path: Path
+) -> None:
+    """While initial labels are made there is nothing to save yet, and the message does not claim
+    otherwise.
+    """
     run = tmp_path / "run"
-    settings = [*tiny, "loss.factor_weight=1", f"cluster.init={method}", "cluster.init_epochs=600", "run.seed=77"]
+    settings = [
+        *tiny,
+        "loss.factor_weight=1",
+        f"cluster.init={method}",
+        "cluster.init_epochs=600",
+        "run.seed=77",
+    ]
     process = start(settings, run)
     assert process.stderr is not None
     said = (line for line in process.stderr if not line.startswith(("objective: ", "encoder: ")))
@@ -119,5 +159,7 @@ def test_stopped_before_the_first_step(method: str, first: str, tiny: list[str],
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143
-    assert err.splitlines()[-1].startswith("stopped before the first step. Resume with: cimage pretrain ")
+    assert err.splitlines()[-1].startswith(
+        "stopped before the first step. Resume with: cimage pretrain "
+    )
     assert not (run / "ckpt").exists()

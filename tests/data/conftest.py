@@ -29,7 +29,9 @@ def tiny_sbm(tmp_path: Path) -> DataConfig:
         name="sbm",
         normalize="source",
         store_dir=str(tmp_path / "stores"),
-        sbm=SbmConfig(num_nodes=300, num_blocks=3, avg_degree=8, label_features=4, nuisance_features=6),
+        sbm=SbmConfig(
+            num_nodes=300, num_blocks=3, avg_degree=8, label_features=4, nuisance_features=6
+        ),
     )
 
 
@@ -49,6 +51,8 @@ def own_folder(tmp_path: Path) -> Callable[..., DataConfig]:
         for name, array in arrays.items():
             if array is not None:
                 np.save(folder / f"{name}.npy", array)
-        return DataConfig(name="mine", path=str(folder), normalize="source", store_dir=str(tmp_path / "stores"))
+        return DataConfig(
+            name="mine", path=str(folder), normalize="source", store_dir=str(tmp_path / "stores")
+        )
 
     return make

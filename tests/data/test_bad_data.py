@@ -20,11 +20,29 @@ ARRAYS: Table = [
     (
         "id out of range",
         {"edges": np.array([[0, 1], [1, 5], [7, 2]])},
-        ["2 of the first 3 edges", "outside 0..4", "edge 2 (1 -> 5)", "edge 3 (7 -> 2)", "subtract 1"],
+        [
+            "2 of the first 3 edges",
+            "outside 0..4",
+            "edge 2 (1 -> 5)",
+            "edge 3 (7 -> 2)",
+            "subtract 1",
+        ],
     ),
-    ("negative id", {"edges": np.array([[0, 1], [-1, 2]])}, ["1 of the first 2 edges", "negative", "edge 2 (-1 -> 2)"]),
-    ("fractional id", {"edges": np.array([[0, 1], [1.5, 2]])}, ["not whole numbers", "edge 2 has 1.5"]),
-    ("nan and inf features", {"features": NAN}, ["2 values in 2 rows", "NaN or infinite", "row 1 column 2 = nan", "row 3 column 0 = inf"]),
+    (
+        "negative id",
+        {"edges": np.array([[0, 1], [-1, 2]])},
+        ["1 of the first 2 edges", "negative", "edge 2 (-1 -> 2)"],
+    ),
+    (
+        "fractional id",
+        {"edges": np.array([[0, 1], [1.5, 2]])},
+        ["not whole numbers", "edge 2 has 1.5"],
+    ),
+    (
+        "nan and inf features",
+        {"features": NAN},
+        ["2 values in 2 rows", "NaN or infinite", "row 1 column 2 = nan", "row 3 column 0 = inf"],
+    ),
     ("too few labels", {"labels": np.zeros(4, dtype=int)}, ["labels have 4 rows", "5 nodes"]),
     ("too many labels", {"labels": np.zeros(9, dtype=int)}, ["labels have 9 rows", "5 nodes"]),
     ("fractional label", {"labels": np.array([0, 1, 0.5, 1, 1])}, ["not whole", "row 2 = 0.5"]),
@@ -33,17 +51,36 @@ ARRAYS: Table = [
     ("multi-label", {"labels": np.zeros((5, 3))}, ["one class per node", "(5, 3)"]),
     ("no edges", {"edges": np.zeros((0, 2), dtype=int)}, ["empty", "no edge"]),
     ("only self-loops", {"edges": np.array([[1, 1], [2, 2]])}, ["empty", "2 self-loops"]),
-    ("no nodes", {"edges": np.zeros((0, 2), dtype=int), "features": None, "labels": None}, ["empty", "no nodes"]),
-    ("no features", {"features": None}, ["no node features", "data.features=degree", "hash", "laplacian"]),
+    (
+        "no nodes",
+        {"edges": np.zeros((0, 2), dtype=int), "features": None, "labels": None},
+        ["empty", "no nodes"],
+    ),
+    (
+        "no features",
+        {"features": None},
+        ["no node features", "data.features=degree", "hash", "laplacian"],
+    ),
     ("flat features", {"features": np.zeros(5)}, ["[nodes, columns]", "(5,)"]),
     ("no columns", {"features": np.zeros((5, 0))}, ["table of numbers"]),
-    ("object edges", {"edges": np.array([[0, "a"]], dtype=object)}, ["edges.npy cannot be read", "Replace"]),
+    (
+        "object edges",
+        {"edges": np.array([[0, "a"]], dtype=object)},
+        ["edges.npy cannot be read", "Replace"],
+    ),
     ("three edge columns", {"edges": np.zeros((4, 3), dtype=int)}, ["[E, 2] or [2, E]", "(4, 3)"]),
 ]
 
 
-@pytest.mark.parametrize(("arrays", "words"), [row[1:] for row in ARRAYS], ids=[row[0] for row in ARRAYS])
-def test_arrays(own_folder: Callable[..., DataConfig], tmp_path: Path, arrays: dict[str, object], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arrays", "words"), [row[1:] for row in ARRAYS], ids=[row[0] for row in ARRAYS]
+)
+def test_arrays(
+    own_folder: Callable[..., DataConfig],
+    tmp_path: Path,
+    arrays: dict[str, object],
+    words: list[str],
+) -> None:
     data = own_folder(**arrays)
     with pytest.raises(UserError) as caught:
         open_graph(data)
@@ -63,7 +100,12 @@ def wrong(path: Path, name: str, content: str | bytes) -> None:
 
 NPZ_HEAD = b"PK\x03\x04" + bytes(40)
 FILES: list[tuple[str, str, str | bytes, list[str]]] = [
-    ("word as id", "edges.csv", "0,1\n1,x\n2,3\n", ["1 node ids are not integers", "edge 2 has 'x'"]),
+    (
+        "word as id",
+        "edges.csv",
+        "0,1\n1,x\n2,3\n",
+        ["1 node ids are not integers", "edge 2 has 'x'"],
+    ),
     ("missing id", "edges.csv", "0,1\n1,\n2,3\n", ["not whole numbers", "edge 2 has nan"]),
     ("one column", "edges.csv", "0\n1\n", ["two columns"]),
     ("ragged rows", "edges.csv", "0,1\n1,2,3,4\n", ["edges.csv cannot be read as csv"]),
@@ -74,10 +116,25 @@ FILES: list[tuple[str, str, str | bytes, list[str]]] = [
     ("truncated npy", "edges.npy", b"\x93NUMPY\x01\x00", ["edges.npy cannot be read", "truncated"]),
     ("truncated npz", "edges.npz", NPZ_HEAD, ["edges.npz cannot be read"]),
     ("truncated feature npz", "features.npz", NPZ_HEAD, ["features.npz cannot be read"]),
-    ("words as features", "features.csv", "1,2,3\n" * 4 + "1,red,3\n", ["features must be numbers", "red"]),
+    (
+        "words as features",
+        "features.csv",
+        "1,2,3\n" * 4 + "1,red,3\n",
+        ["features must be numbers", "red"],
+    ),
     ("wrong feature rows", "features.csv", "1,2,3\n" * 4, ["labels have 5 rows", "4 nodes"]),
-    ("unknown split word", "splits.csv", "train\ntrain\nval\nholdout\ntest\n", ["train, val and test", "'holdout'"]),
-    ("split overlap", "splits.json", '{"train": [0, 1], "val": [2], "test": [1, 3]}', ["overlap", "1 nodes are in both train and test", "first: 1"]),
+    (
+        "unknown split word",
+        "splits.csv",
+        "train\ntrain\nval\nholdout\ntest\n",
+        ["train, val and test", "'holdout'"],
+    ),
+    (
+        "split overlap",
+        "splits.json",
+        '{"train": [0, 1], "val": [2], "test": [1, 3]}',
+        ["overlap", "1 nodes are in both train and test", "first: 1"],
+    ),
     ("split id", "splits.json", '{"train": [0, 12]}', ["outside 0..4"]),
     ("split json", "splits.json", '{"train": ', ["splits.json is not valid JSON"]),
     ("twice labelled", "labels.csv", "node,label\n1,0\n1,1\n", ["labels.csv", "more than once"]),
@@ -85,8 +142,12 @@ FILES: list[tuple[str, str, str | bytes, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "words"), [row[1:] for row in FILES], ids=[row[0] for row in FILES])
-def test_files(own_folder: Callable[..., DataConfig], name: str, content: str | bytes, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "words"), [row[1:] for row in FILES], ids=[row[0] for row in FILES]
+)
+def test_files(
+    own_folder: Callable[..., DataConfig], name: str, content: str | bytes, words: list[str]
+) -> None:
     data = own_folder()
     assert data.path is not None
     wrong(Path(data.path), name, content)
@@ -100,7 +161,9 @@ def test_files(own_folder: Callable[..., DataConfig], name: str, content: str | 
 def test_half_precision_overflow(own_folder: Callable[..., DataConfig]) -> None:
     data = own_folder(features=np.full((5, 1), 1e6))
     data.feature_dtype = "float16"
-    with pytest.raises(UserError, match=r"5 values in 5 rows are too large for float16.*row 0 column 0 = 1000000"):
+    with pytest.raises(
+        UserError, match=r"5 values in 5 rows are too large for float16.*row 0 column 0 = 1000000"
+    ):
         open_graph(data)
 
 

@@ -17,13 +17,17 @@ from cimage_dist.errors import UserError
 def reference(num_nodes: int, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     keep = src != dst
     src, dst = src[keep], dst[keep]
-    matrix = coo_array((np.ones(2 * len(src)), (np.r_[dst, src], np.r_[src, dst])), shape=(num_nodes, num_nodes)).tocsr()
+    matrix = coo_array(
+        (np.ones(2 * len(src)), (np.r_[dst, src], np.r_[src, dst])), shape=(num_nodes, num_nodes)
+    ).tocsr()
     matrix.sum_duplicates()
     matrix.sort_indices()
     return matrix.indptr, matrix.indices
 
 
-def build(num_nodes: int, src: np.ndarray, dst: np.ndarray, folder: Path, budget: int, chunk: int) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+def build(
+    num_nodes: int, src: np.ndarray, dst: np.ndarray, folder: Path, budget: int, chunk: int
+) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     builder = CscBuilder(num_nodes, folder / "work", budget_bytes=budget)
     for start in range(0, len(src), chunk):
         builder.add(src[start : start + chunk], dst[start : start + chunk])
@@ -42,10 +46,18 @@ def build(num_nodes: int, src: np.ndarray, dst: np.ndarray, folder: Path, budget
     seed=st.integers(0, 2**32 - 1),
 )
 def test_matches_scipy_on_random_multigraphs(
-    tmp_path_factory: pytest.TempPathFactory, num_nodes: int, num_edges: int, skew: float, budget: int, chunk: int, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    num_nodes: int,
+    num_edges: int,
+    skew: float,
+    budget: int,
+    chunk: int,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    src, dst = ((rng.random(num_edges) ** skew * num_nodes).astype(dtype) for dtype in (np.int32, np.uint16))
+    src, dst = (
+        (rng.random(num_edges) ** skew * num_nodes).astype(dtype) for dtype in (np.int32, np.uint16)
+    )
     folder = tmp_path_factory.mktemp("csc")
     indptr, indices, statistics = build(num_nodes, src, dst, folder, budget, chunk)
     want_indptr, want_indices = reference(num_nodes, src.astype(np.int64), dst.astype(np.int64))
@@ -59,7 +71,9 @@ def test_matches_scipy_on_random_multigraphs(
     assert statistics["edges_read"] == num_edges
     assert statistics["self_loops_removed"] == int((src == dst).sum())
     assert statistics["isolated_nodes"] == int((np.diff(indptr) == 0).sum())
-    assert 2 * (num_edges - statistics["self_loops_removed"] - statistics["duplicates_merged"]) == len(indices)
+    assert 2 * (
+        num_edges - statistics["self_loops_removed"] - statistics["duplicates_merged"]
+    ) == len(indices)
 
 
 def test_one_pair_repeated_beyond_the_bucket_size(tmp_path: Path) -> None:
@@ -72,7 +86,9 @@ def test_one_pair_repeated_beyond_the_bucket_size(tmp_path: Path) -> None:
 
 def test_hub_is_cut_into_narrower_ranges(tmp_path: Path) -> None:
     leaves = np.arange(1, 20_001)
-    indptr, indices, _ = build(20_001, np.zeros_like(leaves), leaves, tmp_path, budget=8_000, chunk=1_000)
+    indptr, indices, _ = build(
+        20_001, np.zeros_like(leaves), leaves, tmp_path, budget=8_000, chunk=1_000
+    )
     np.testing.assert_array_equal(indices[:20_000], leaves)
     assert indptr[1] == 20_000 and (indices[20_000:] == 0).all()
 
@@ -88,7 +104,9 @@ def test_hub_is_cut_into_narrower_ranges(tmp_path: Path) -> None:
         ([0, 1], [1, 2, 0], ["equal length"]),
     ],
 )
-def test_bad_ids_are_named(tmp_path: Path, src: list[object], dst: list[object], words: list[str]) -> None:
+def test_bad_ids_are_named(
+    tmp_path: Path, src: list[object], dst: list[object], words: list[str]
+) -> None:
     builder = CscBuilder(5, tmp_path / "work", where="edges.csv")
     builder.add(np.zeros(5, dtype=np.int64), np.ones(5, dtype=np.int64))
     with pytest.raises(UserError, match=r"edges\.csv") as caught:

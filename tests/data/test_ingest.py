@@ -41,7 +41,12 @@ def start(store_dir: Path, count: int) -> list[subprocess.Popen[str]]:
     """Processes that have imported everything and wait for a line before they ingest."""
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(store_dir), *(str(v) for v in SIZES.values())]
-    processes = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    processes = [
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(count)
+    ]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return processes
@@ -77,7 +82,13 @@ def test_second_ingest_leaves_the_store_alone(tiny_sbm: DataConfig) -> None:
 
 def test_only_settings_that_change_the_content_change_the_name(tiny_sbm: DataConfig) -> None:
     path = store_path(tiny_sbm)
-    tiny_sbm.split, tiny_sbm.train_ratio, tiny_sbm.holdout_edges, tiny_sbm.verify, tiny_sbm.made_features = "random", 0.3, "link", "never", 7
+    (
+        tiny_sbm.split,
+        tiny_sbm.train_ratio,
+        tiny_sbm.holdout_edges,
+        tiny_sbm.verify,
+        tiny_sbm.made_features,
+    ) = "random", 0.3, "link", "never", 7
     tiny_sbm.normalize = "none"  # what `source` means for this graph
     assert store_path(tiny_sbm) == path
     names = {path}
@@ -91,8 +102,16 @@ def test_only_settings_that_change_the_content_change_the_name(tiny_sbm: DataCon
 
 def test_leftovers_of_this_name_are_removed_and_others_kept(tiny_sbm: DataConfig) -> None:
     folder = Path(tiny_sbm.store_dir)
-    ours = [folder / f".tmp-{store_path(tiny_sbm).name}-00112233", folder / ".tmp-old-sbm-01234567-00112233", folder / ".tmp-sbm-deadbeef-00112233"]
-    others = [folder / ".tmp-sbm-big-deadbeef-00112233", folder / ".tmp-cora-deadbeef-00112233", folder / "sbm-deadbeef"]
+    ours = [
+        folder / f".tmp-{store_path(tiny_sbm).name}-00112233",
+        folder / ".tmp-old-sbm-01234567-00112233",
+        folder / ".tmp-sbm-deadbeef-00112233",
+    ]
+    others = [
+        folder / ".tmp-sbm-big-deadbeef-00112233",
+        folder / ".tmp-cora-deadbeef-00112233",
+        folder / "sbm-deadbeef",
+    ]
     for path in ours + others:
         path.mkdir(parents=True)
         (path / "x.npy").write_text("half")
@@ -158,7 +177,16 @@ def test_killed_ingest_twenty_times(tmp_path: Path) -> None:
 def test_five_million_nodes_stay_under_three_gigabytes(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     out = tmp_path / "result.json"
-    command = [sys.executable, str(REPO / "benchmarks" / "ingest.py"), "--nodes", "5000000", "--tmp", str(tmp_path), "--out", str(out)]
+    command = [
+        sys.executable,
+        str(REPO / "benchmarks" / "ingest.py"),
+        "--nodes",
+        "5000000",
+        "--tmp",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
     subprocess.run(command, env=environment, check=True)
     result = json.loads(out.read_text())
     assert result["undirected_edges"] >= 50_000_000 and result["peak_rss_gb"] < 3

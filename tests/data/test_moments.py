@@ -41,13 +41,19 @@ def test_wide_features_keep_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     got = streamed(x, 64)
     assert got.cov is None and got.cov_factor is not None
     # fewer rows than the sample: exact
-    np.testing.assert_allclose(got.cov_factor.T @ got.cov_factor, np.cov(x.T, bias=True), atol=1e-12)
+    np.testing.assert_allclose(
+        got.cov_factor.T @ got.cov_factor, np.cov(x.T, bias=True), atol=1e-12
+    )
     monkeypatch.setattr(moments, "SAMPLED_ROWS", 250)
     sampled = streamed(x, 64)
     assert sampled.cov_factor is not None and sampled.cov_factor.shape == (250, 6)
     # 250 of 500 rows: entries are within a few 1/√250 of the truth
-    np.testing.assert_allclose(sampled.cov_factor.T @ sampled.cov_factor, np.cov(x.T, bias=True), atol=0.3)
-    np.testing.assert_allclose(sampled.cov_factor, streamed(x, 17).cov_factor, atol=1e-14)  # same rows; the mean rounds differently
+    np.testing.assert_allclose(
+        sampled.cov_factor.T @ sampled.cov_factor, np.cov(x.T, bias=True), atol=0.3
+    )
+    np.testing.assert_allclose(
+        sampled.cov_factor, streamed(x, 17).cov_factor, atol=1e-14
+    )  # same rows; the mean rounds differently
 
 
 @pytest.mark.parametrize(("rows", "count"), [(10, 20), (10, 10), (30, 10), (10_000, 100)])

@@ -1,4 +1,6 @@
-"""Registered sources: the embedded and generated ones, real raw files against PyG's loaders, and layouts of files too large to have here."""
+"""Registered sources: the embedded and generated ones, real raw files against PyG's loaders, and
+layouts of files too large to have here.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,23 @@ def assert_same_edges(graph: Graph, edge_index: torch.Tensor) -> None:
 
 
 def test_all_promised_names_are_registered() -> None:
-    names = "digits forum sbm cora citeseer pubmed photo computers wikics ogbn-arxiv ogbn-products ogbn-papers100m"
+    names = (
+        "digits forum sbm cora citeseer pubmed photo computers wikics ogbn-arxiv "
+        "ogbn-products ogbn-papers100m"
+    )
     assert set(SOURCES) == set(names.split())
 
 
 def test_forum(tmp_path: Path) -> None:
-    """The demo's graph: 40 words a post, a topic of its own inside few edges, the same at every ingest."""
+    """The demo's graph: 40 words a post, a topic of its own inside few edges, the same at every
+    ingest.
+    """
     graph = open_graph(DataConfig(name="forum", normalize="none", store_dir=str(tmp_path / "a")))
     again = open_graph(DataConfig(name="forum", normalize="none", store_dir=str(tmp_path / "b")))
-    assert graph.fingerprint == again.fingerprint and (graph.num_nodes, graph.num_features) == (2000, 2000)
+    assert graph.fingerprint == again.fingerprint and (graph.num_nodes, graph.num_features) == (
+        2000,
+        2000,
+    )
     x, topic, topology = graph.features(), graph.labels(), graph.topology()
     assert torch.equal(x.sum(1), torch.full((2000,), 40.0)) and torch.equal(x, x.round())
     rows = torch.repeat_interleave(torch.arange(2000), topology.indptr.diff())
@@ -65,11 +75,17 @@ def test_digits(tmp_path: Path) -> None:
 
 
 def sbm_graph(tmp_path: Path, **options: object) -> Graph:
-    return open_graph(DataConfig(name="sbm", normalize="source", store_dir=str(tmp_path), sbm=SbmConfig(**options)))  # type: ignore[arg-type]
+    return open_graph(
+        DataConfig(
+            name="sbm", normalize="source", store_dir=str(tmp_path), sbm=SbmConfig(**options)
+        )
+    )  # type: ignore[arg-type]
 
 
 def test_sbm_has_what_was_planted(tmp_path: Path) -> None:
-    graph = sbm_graph(tmp_path, num_nodes=6_000, num_blocks=4, avg_degree=12, homophily=0.7, noise=0.5)
+    graph = sbm_graph(
+        tmp_path, num_nodes=6_000, num_blocks=4, avg_degree=12, homophily=0.7, noise=0.5
+    )
     assert graph.y is not None
     assert np.bincount(graph.y).tolist() == [1500] * 4
     degrees = np.diff(graph.indptr)
@@ -84,11 +100,15 @@ def test_sbm_has_what_was_planted(tmp_path: Path) -> None:
     x = np.asarray(graph.x, dtype=np.float64)
     between = np.stack([x[graph.y == c].mean(0) for c in range(4)]).std(0)
     assert between[low:high].mean() > 0.5
-    assert between[slice(*planted["nuisance_columns"])].max() < 0.15  # 4 · standard error of a class mean
+    assert (
+        between[slice(*planted["nuisance_columns"])].max() < 0.15
+    )  # 4 · standard error of a class mean
     nuisance = x[:, slice(*planted["nuisance_columns"])]
     factors = planted["nuisance_factors"]
     correlation = np.corrcoef(nuisance.T)
-    same = np.subtract.outer(np.arange(nuisance.shape[1]), np.arange(nuisance.shape[1])) % factors == 0
+    same = (
+        np.subtract.outer(np.arange(nuisance.shape[1]), np.arange(nuisance.shape[1])) % factors == 0
+    )
     assert correlation[same].min() > 0.7 and np.abs(correlation[~same]).max() < 0.1
     # ids carry no information: degree and block are unrelated to the id
     assert abs(np.corrcoef(np.arange(6_000), degrees)[0, 1]) < 0.06
@@ -118,7 +138,9 @@ def test_sbm_corner_cases(tmp_path: Path, options: dict[str, object]) -> None:
     assert graph.num_nodes == options["num_nodes"] and graph.num_edges > 0
 
 
-def test_sbm_does_not_depend_on_how_much_is_asked_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbm_does_not_depend_on_how_much_is_asked_of_a_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several chunks: every row and edge is there once."""
     monkeypatch.setattr(sbm_module, "_CHUNK_ROWS", 64)
     monkeypatch.setattr(sbm_module, "_CHUNK_EDGES", 100)
@@ -134,11 +156,23 @@ def copy_raw(data_root: Path, folder: str, tmp_path: Path) -> Path:
     return tmp_path / "pyg"
 
 
-@pytest.mark.parametrize(("name", "edges", "isolated", "padding"), [("Cora", 10_556, 0, 0), ("Citeseer", 9_104, 48, 15), ("Pubmed", 88_648, 0, 0)])
-def test_planetoid_equals_pyg(name: str, edges: int, isolated: int, padding: int, data_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "edges", "isolated", "padding"),
+    [("Cora", 10_556, 0, 0), ("Citeseer", 9_104, 48, 15), ("Pubmed", 88_648, 0, 0)],
+)
+def test_planetoid_equals_pyg(
+    name: str, edges: int, isolated: int, padding: int, data_root: Path, tmp_path: Path
+) -> None:
     root = copy_raw(data_root, f"Planetoid/{name}/raw", tmp_path)
     data = Planetoid(str(root / "Planetoid"), name, transform=NormalizeFeatures())[0]
-    graph = open_graph(DataConfig(name=name.lower(), normalize="source", root=str(data_root), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(
+        DataConfig(
+            name=name.lower(),
+            normalize="source",
+            root=str(data_root),
+            store_dir=str(tmp_path / "stores"),
+        )
+    )
     assert graph.num_edges == edges and graph.manifest["statistics"]["isolated_nodes"] == isolated
     assert_same_edges(graph, data.edge_index)
     torch.testing.assert_close(graph.features(), data.x)
@@ -152,7 +186,14 @@ def test_planetoid_equals_pyg(name: str, edges: int, isolated: int, padding: int
     for key in ("train", "val", "test"):
         torch.testing.assert_close(torch.tensor(graph.masks[key]), data[f"{key}_mask"])
     assert f"ind.{name.lower()}.graph" in " ".join(graph.manifest["provenance"]["raw_files"])
-    plain = open_graph(DataConfig(name=name.lower(), normalize="none", root=str(data_root), store_dir=str(tmp_path / "stores")))
+    plain = open_graph(
+        DataConfig(
+            name=name.lower(),
+            normalize="none",
+            root=str(data_root),
+            store_dir=str(tmp_path / "stores"),
+        )
+    )
     torch.testing.assert_close(plain.features(), Planetoid(str(root / "Planetoid"), name)[0].x)
 
 
@@ -160,7 +201,14 @@ def test_planetoid_equals_pyg(name: str, edges: int, isolated: int, padding: int
 def test_amazon_equals_pyg(name: str, edges: int, data_root: Path, tmp_path: Path) -> None:
     root = copy_raw(data_root, f"Amazon/{name}/raw", tmp_path)
     data = Amazon(str(root / "Amazon"), name)[0]
-    graph = open_graph(DataConfig(name=name.lower(), normalize="source", root=str(data_root), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(
+        DataConfig(
+            name=name.lower(),
+            normalize="source",
+            root=str(data_root),
+            store_dir=str(tmp_path / "stores"),
+        )
+    )
     assert graph.num_edges == edges and not graph.masks
     assert_same_edges(graph, data.edge_index)
     torch.testing.assert_close(graph.features(), data.x)
@@ -168,16 +216,27 @@ def test_amazon_equals_pyg(name: str, edges: int, data_root: Path, tmp_path: Pat
 
 
 def test_real_arxiv_lacks_features_and_says_what_to_do(data_root: Path, tmp_path: Path) -> None:
-    if not (data_root / "OGB/ogbn_arxiv/raw/edge.csv.gz").is_file() or (data_root / "OGB/ogbn_arxiv/raw/node-feat.csv.gz").is_file():
+    if (
+        not (data_root / "OGB/ogbn_arxiv/raw/edge.csv.gz").is_file()
+        or (data_root / "OGB/ogbn_arxiv/raw/node-feat.csv.gz").is_file()
+    ):
         pytest.skip("needs ogbn-arxiv without node features")
-    data = DataConfig(name="ogbn-arxiv", normalize="source", root=str(data_root), store_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"no node features.*node-feat\.csv\.gz.*data\.features=degree"):
+    data = DataConfig(
+        name="ogbn-arxiv", normalize="source", root=str(data_root), store_dir=str(tmp_path)
+    )
+    with pytest.raises(
+        UserError, match=r"no node features.*node-feat\.csv\.gz.*data\.features=degree"
+    ):
         open_graph(data)
     data.features = "degree"
     graph = open_graph(data)
     assert (graph.num_nodes, graph.num_classes) == (169_343, 40)
     assert graph.manifest["statistics"]["edges_read"] == 1_166_243
-    assert [int(graph.masks[key].sum()) for key in ("train", "val", "test")] == [90_941, 29_799, 48_603]
+    assert [int(graph.masks[key].sum()) for key in ("train", "val", "test")] == [
+        90_941,
+        29_799,
+        48_603,
+    ]
 
 
 def test_wikics_layout(tmp_path: Path) -> None:
@@ -197,7 +256,14 @@ def test_wikics_layout(tmp_path: Path) -> None:
     folder = tmp_path / "root" / "WikiCS" / "raw"
     folder.mkdir(parents=True)
     (folder / "data.json").write_text(json.dumps(content))
-    graph = open_graph(DataConfig(name="wikics", normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(
+        DataConfig(
+            name="wikics",
+            normalize="source",
+            root=str(tmp_path / "root"),
+            store_dir=str(tmp_path / "stores"),
+        )
+    )
     shutil.copytree(folder, tmp_path / "pyg" / "raw")
     data = WikiCS(str(tmp_path / "pyg"), is_undirected=True)[0]
     assert_same_edges(graph, data.edge_index)
@@ -209,7 +275,14 @@ def test_wikics_layout(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(graph.masks["test"][:, i]), data.test_mask)
     (folder / "data.json").write_text('{"features": [[1.0]]')
     with pytest.raises(UserError, match=r"data\.json cannot be read"):
-        open_graph(DataConfig(name="wikics", normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "other")))
+        open_graph(
+            DataConfig(
+                name="wikics",
+                normalize="source",
+                root=str(tmp_path / "root"),
+                store_dir=str(tmp_path / "other"),
+            )
+        )
 
 
 def write_csv(path: Path, rows: np.ndarray) -> None:
@@ -218,19 +291,33 @@ def write_csv(path: Path, rows: np.ndarray) -> None:
         np.savetxt(file, rows, delimiter=",", fmt="%d" if rows.dtype.kind == "i" else "%.6f")
 
 
-@pytest.mark.parametrize(("name", "split"), [("ogbn-arxiv", "time"), ("ogbn-products", "sales_ranking")])
+@pytest.mark.parametrize(
+    ("name", "split"), [("ogbn-arxiv", "time"), ("ogbn-products", "sales_ranking")]
+)
 def test_ogb_csv_layout(tmp_path: Path, name: str, split: str) -> None:
     rng = np.random.default_rng(0)
     n = 40
     folder = tmp_path / "root" / "OGB" / name.replace("-", "_")
-    edges, x, y, order = rng.integers(0, n, (90, 2)), rng.normal(size=(n, 6)), rng.integers(0, 4, n), rng.permutation(n)
+    edges, x, y, order = (
+        rng.integers(0, n, (90, 2)),
+        rng.normal(size=(n, 6)),
+        rng.integers(0, 4, n),
+        rng.permutation(n),
+    )
     write_csv(folder / "raw" / "edge.csv.gz", edges)
     write_csv(folder / "raw" / "num-node-list.csv.gz", np.array([n]))
     write_csv(folder / "raw" / "node-label.csv.gz", y)
     write_csv(folder / "raw" / "node-feat.csv.gz", x)
     for part, ids in zip(("train", "valid", "test"), np.split(order, [20, 30]), strict=True):
         write_csv(folder / "split" / split / f"{part}.csv.gz", ids)
-    graph = open_graph(DataConfig(name=name, normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores")))
+    graph = open_graph(
+        DataConfig(
+            name=name,
+            normalize="source",
+            root=str(tmp_path / "root"),
+            store_dir=str(tmp_path / "stores"),
+        )
+    )
     assert_same_edges(graph, torch.from_numpy(edges.T.copy()))
     np.testing.assert_allclose(graph.x, x, atol=1e-6)
     np.testing.assert_array_equal(graph.y, y)
@@ -239,7 +326,9 @@ def test_ogb_csv_layout(tmp_path: Path, name: str, split: str) -> None:
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_papers100m_layout_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool, order: str) -> None:
+def test_papers100m_layout_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool, order: str
+) -> None:
     from cimage_dist.data.sources import npz
 
     monkeypatch.setattr(npz, "CHUNK_EDGES", 11)
@@ -263,7 +352,13 @@ def test_papers100m_layout_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
     save(folder / "raw" / "node-label.npz", node_label=y)
     for part, ids in zip(("train", "valid", "test"), np.split(np.arange(10), [5, 7]), strict=True):
         write_csv(folder / "split" / "time" / f"{part}.csv.gz", ids)
-    data = DataConfig(name="ogbn-papers100m", normalize="source", root=str(tmp_path / "root"), store_dir=str(tmp_path / "stores"), feature_dtype="float16")
+    data = DataConfig(
+        name="ogbn-papers100m",
+        normalize="source",
+        root=str(tmp_path / "root"),
+        store_dir=str(tmp_path / "stores"),
+        feature_dtype="float16",
+    )
     graph = open_graph(data)
     assert_same_edges(graph, torch.from_numpy(np.ascontiguousarray(edge_index)))
     np.testing.assert_array_equal(graph.x, x.astype(np.float16))
@@ -275,16 +370,22 @@ def test_papers100m_layout_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
         open_graph(data)
 
 
-def test_raw_files_that_are_there_are_never_downloaded(data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_files_that_are_there_are_never_downloaded(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not (data_root / "Planetoid/Cora/raw").is_dir():
         pytest.skip("no raw Cora")
-    monkeypatch.setattr("torch_geometric.data.download_url", lambda *a, **k: pytest.fail("downloaded"))
+    monkeypatch.setattr(
+        "torch_geometric.data.download_url", lambda *a, **k: pytest.fail("downloaded")
+    )
     monkeypatch.setenv("CIMAGE_DATA_ROOT", str(data_root))
     assert open_graph(DataConfig(name="cora", store_dir=str(tmp_path))).num_nodes == 2708
 
 
 @pytest.mark.parametrize("name", ["cora", "photo", "wikics"])
-def test_failed_download_says_which_files_go_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_failed_download_says_which_files_go_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     def broken(url: str, folder: str, log: bool, filename: str) -> None:
         Path(folder, filename).write_text("half")
         raise OSError("no network")
@@ -297,7 +398,9 @@ def test_failed_download_says_which_files_go_where(tmp_path: Path, monkeypatch: 
 
 
 def test_download_goes_below_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data root may be shared and read-only: what is missing there is fetched into our own folder."""
+    """A data root may be shared and read-only: what is missing there is fetched into our own
+    folder.
+    """
     fetched: list[str] = []
 
     def fake(url: str, folder: str, log: bool, filename: str) -> None:
@@ -308,7 +411,10 @@ def test_download_goes_below_the_store(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CIMAGE_DATA_ROOT", str(tmp_path / "shared"))
     data = DataConfig(name="wikics", store_dir=str(tmp_path / "stores"))
     folder = raw_module.find_raw(data, "WikiCS/raw", ["data.json"], raw_module.fetch_pyg("WikiCS"))
-    assert folder == tmp_path / "stores" / "raw" / "WikiCS" / "raw" and (folder / "data.json").read_text() == "{}"
+    assert (
+        folder == tmp_path / "stores" / "raw" / "WikiCS" / "raw"
+        and (folder / "data.json").read_text() == "{}"
+    )
     assert fetched == [f"{WikiCS.url}/data.json"]
     raw_module.find_raw(data, "WikiCS/raw", ["data.json"], raw_module.fetch_pyg("WikiCS"))
     assert len(fetched) == 1
@@ -318,7 +424,9 @@ def test_ogb_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "ogb", None)
     monkeypatch.setitem(sys.modules, "ogb.nodeproppred", None)
     with pytest.raises(UserError, match=r"`ogb`.*not installed.*raw/edge\.csv\.gz"):
-        open_graph(DataConfig(name="ogbn-products", root=str(tmp_path), store_dir=str(tmp_path / "stores")))
+        open_graph(
+            DataConfig(name="ogbn-products", root=str(tmp_path), store_dir=str(tmp_path / "stores"))
+        )
 
 
 class _Hostile:
@@ -346,7 +454,9 @@ def test_unpickler_admits_data_and_nothing_else(tmp_path: Path) -> None:
         read_pickle(tmp_path / "cut")
 
 
-def test_ogb_archive_is_unpacked_without_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ogb_archive_is_unpacked_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ogb", reason="the extra `ogb` is not installed")
     import zipfile
 
@@ -363,7 +473,12 @@ def test_ogb_archive_is_unpacked_without_a_question(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("ogb.utils.url.download_url", fake)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     dataset = DATASETS["ogbn-arxiv"]
-    data = DataConfig(name="ogbn-arxiv", normalize="source", root=str(tmp_path), store_dir=str(tmp_path / "stores"))
+    data = DataConfig(
+        name="ogbn-arxiv",
+        normalize="source",
+        root=str(tmp_path),
+        store_dir=str(tmp_path / "stores"),
+    )
     folder = raw_module.find_raw(data, dataset.folder, dataset.files, _fetch(dataset))
     assert all((folder / name).read_text() == name for name in dataset.files)
     assert [p.name for p in folder.parent.iterdir()] == ["ogbn_arxiv"]

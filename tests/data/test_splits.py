@@ -76,7 +76,11 @@ def test_public_split_and_its_columns() -> None:
         check(split, y)
         assert torch.equal(split.val, torch.from_numpy((part[:, index] == 1) & (y >= 0)))
     assert int(node_split(toy(y, masks), DataConfig(split="random"), seed=0).train.sum()) == 18
-    single = node_split(toy(y, {"train": part[:, 0] == 0, "test": part[:, 0] == 2}), DataConfig(split="public"), seed=0)
+    single = node_split(
+        toy(y, {"train": part[:, 0] == 0, "test": part[:, 0] == 2}),
+        DataConfig(split="public"),
+        seed=0,
+    )
     assert not single.val.any() and single.train.any()
 
 
@@ -96,7 +100,9 @@ def test_node_split_errors() -> None:
 
 
 def topology(num_nodes: int, num_edges: int, seed: int) -> Topology:
-    indptr, indices, _ = csc_in_memory(num_nodes, *np.random.default_rng(seed).integers(0, num_nodes, (2, num_edges)))
+    indptr, indices, _ = csc_in_memory(
+        num_nodes, *np.random.default_rng(seed).integers(0, num_nodes, (2, num_edges))
+    )
     return Topology(torch.from_numpy(indptr), torch.from_numpy(indices))
 
 
@@ -118,7 +124,12 @@ def test_link_split_properties(num_nodes: int, density: float, seed: int) -> Non
             link_split(graph, DataConfig(), seed)
         return
     split = link_split(graph, DataConfig(), seed)
-    assert [len(p) for p in (split.val_pos, split.val_neg, split.test_pos, split.test_neg)] == [num_val, num_val, num_test, num_test]
+    assert [len(p) for p in (split.val_pos, split.val_neg, split.test_pos, split.test_neg)] == [
+        num_val,
+        num_val,
+        num_test,
+        num_test,
+    ]
     val, test = pair_set(split.val_pos), pair_set(split.test_pos)
     train_edges = split.train.edge_list()
     train = {(int(u), int(v)) for u, v in zip(train_edges.src, train_edges.dst, strict=True)}
@@ -130,13 +141,17 @@ def test_link_split_properties(num_nodes: int, density: float, seed: int) -> Non
     assert not (negatives[0] | negatives[1]) & every
     assert len(val | test) == num_val + num_test
     again = link_split(graph, DataConfig(), seed)
-    assert torch.equal(again.val_neg, split.val_neg) and torch.equal(again.train.indices, split.train.indices)
+    assert torch.equal(again.val_neg, split.val_neg) and torch.equal(
+        again.train.indices, split.train.indices
+    )
 
 
 def test_link_split_depends_on_the_seed_and_keeps_the_index_type() -> None:
     graph = topology(300, 2_000, 0)
     first, second = link_split(graph, DataConfig(), 0), link_split(graph, DataConfig(), 1)
-    assert not torch.equal(first.test_pos, second.test_pos) and not torch.equal(first.test_neg, second.test_neg)
+    assert not torch.equal(first.test_pos, second.test_pos) and not torch.equal(
+        first.test_neg, second.test_neg
+    )
     assert first.train.indices.dtype == graph.indices.dtype
     rows = torch.repeat_interleave(first.train.degrees())
     assert (torch.diff(rows * 300 + first.train.indices) > 0).all()  # still sorted

@@ -103,8 +103,12 @@ def test_a_copy_that_was_killed_goes_on(store, cache, monkeypatch):
     copy = stage(str(store), cache, notes.append)
     assert content(copy) == content(store) and not partial.exists() and "are there" in notes[0]
     files = json.loads((store / "manifest.json").read_text())["files"]
-    assert {name: there.get(name, 0) + read.get(name, 0) for name in files} == {name: facts["bytes"] for name, facts in files.items()}
-    assert any(0 < there.get(name, 0) < facts["bytes"] for name, facts in files.items()), "a file was cut in the middle"
+    assert {name: there.get(name, 0) + read.get(name, 0) for name in files} == {
+        name: facts["bytes"] for name, facts in files.items()
+    }
+    assert any(0 < there.get(name, 0) < facts["bytes"] for name, facts in files.items()), (
+        "a file was cut in the middle"
+    )
 
 
 def test_a_beginning_of_something_else_is_not_built_upon(store, cache):
@@ -165,7 +169,9 @@ def test_a_damaged_source_is_told(store, cache):
     raw = bytearray((store / "x.npy").read_bytes())
     raw[-1] ^= 1
     (store / "x.npy").write_bytes(raw)
-    with pytest.raises(UserError, match=r"x\.npy is damaged: its content does not have the checksum"):
+    with pytest.raises(
+        UserError, match=r"x\.npy is damaged: its content does not have the checksum"
+    ):
         stage(str(store), cache)
     (store / "x.npy").unlink()
     with pytest.raises(UserError, match=r"x\.npy is missing"):
@@ -221,9 +227,14 @@ def test_graphs_open_from_the_copy(tiny_sbm, tmp_path, in_memory):
     plain = open_graph(tiny_sbm)
     tiny_sbm.stage_dir = str(tmp_path / "cache")
     staged = open_graph(tiny_sbm)
-    assert staged.path == tmp_path / "cache" / plain.fingerprint and staged.fingerprint == plain.fingerprint
+    assert (
+        staged.path == tmp_path / "cache" / plain.fingerprint
+        and staged.fingerprint == plain.fingerprint
+    )
     assert np.array_equal(staged.x, plain.x)
-    assert fingerprint(Config(data=tiny_sbm)) == fingerprint(Config(data=DataConfig(name="sbm", normalize="source", sbm=tiny_sbm.sbm)))
+    assert fingerprint(Config(data=tiny_sbm)) == fingerprint(
+        Config(data=DataConfig(name="sbm", normalize="source", sbm=tiny_sbm.sbm))
+    )
     shutil.rmtree(tmp_path / "cache")
     remote = DataConfig(name="mine", path=in_memory, stage_dir=str(tmp_path / "cache"))
     assert open_graph(remote).path == staged.path

@@ -28,7 +28,12 @@ def store(tiny_sbm: DataConfig) -> Path:
 def test_arrays_are_mapped_and_shared(store: Path) -> None:
     graph = Graph.open(store, verify="always")
     assert isinstance(graph.x, np.memmap) and not graph.x.flags.writeable
-    assert graph.indptr.dtype == np.int64 and graph.indices.dtype == np.int32 and graph.y is not None and graph.y.dtype == np.int64
+    assert (
+        graph.indptr.dtype == np.int64
+        and graph.indices.dtype == np.int32
+        and graph.y is not None
+        and graph.y.dtype == np.int64
+    )
     topology = graph.topology()
     assert topology.indices.data_ptr() == graph.indices.ctypes.data
     assert graph.features().data_ptr() == graph.x.ctypes.data
@@ -48,14 +53,20 @@ def test_manifest_tells_the_whole_story(store: Path) -> None:
     assert manifest["counts"]["nodes"] == 300
     assert manifest["provenance"]["options"]["sbm"]["num_nodes"] == 300
     assert manifest["notes"]["planted"]["label_columns"] == [0, 4]
-    assert {"isolated_nodes", "self_loops_removed", "duplicates_merged"} <= set(manifest["statistics"])
+    assert {"isolated_nodes", "self_loops_removed", "duplicates_merged"} <= set(
+        manifest["statistics"]
+    )
 
 
 def test_moments_are_those_of_the_stored_features(store: Path) -> None:
     graph = Graph.open(store)
     moments = graph.feature_moments()
     x = np.asarray(graph.x, dtype=np.float64)
-    assert moments.mean.dtype == torch.float64 and moments.cov is not None and moments.cov_factor is None
+    assert (
+        moments.mean.dtype == torch.float64
+        and moments.cov is not None
+        and moments.cov_factor is None
+    )
     np.testing.assert_allclose(moments.mean, x.mean(0), atol=1e-12)
     np.testing.assert_allclose(moments.sqmean, (x**2).mean(0), atol=1e-12)
     np.testing.assert_allclose(moments.cov, np.cov(x.T, bias=True), atol=1e-6)  # stored as float32
@@ -70,10 +81,14 @@ def test_half_precision_features(tiny_sbm: DataConfig) -> None:
     assert half.path != full.path and half.x.dtype == np.float16
     assert half.features().dtype == torch.float32
     torch.testing.assert_close(half.features(), full.features(), atol=4e-3, rtol=1e-3)  # 11 bits
-    np.testing.assert_allclose(half.feature_mean, np.asarray(half.x, dtype=np.float64).mean(0), atol=1e-12)
+    np.testing.assert_allclose(
+        half.feature_mean, np.asarray(half.x, dtype=np.float64).mean(0), atol=1e-12
+    )
 
 
-def test_fingerprint_follows_content_not_place(store: Path, tmp_path: Path, tiny_sbm: DataConfig) -> None:
+def test_fingerprint_follows_content_not_place(
+    store: Path, tmp_path: Path, tiny_sbm: DataConfig
+) -> None:
     tiny_sbm.store_dir = str(tmp_path / "elsewhere")
     assert open_graph(tiny_sbm).fingerprint == Graph.open(store).fingerprint
     tiny_sbm.sbm.seed = 1
@@ -90,7 +105,9 @@ def test_pickling_passes_the_path(store: Path) -> None:
 
 @pytest.mark.parametrize("name", ["indptr.npy", "indices.npy", "x.npy", "y.npy", "feature_cov.npy"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "corrupted"])
-def test_damage_is_found_and_named(store: Path, name: str, damage: str, tiny_sbm: DataConfig) -> None:
+def test_damage_is_found_and_named(
+    store: Path, name: str, damage: str, tiny_sbm: DataConfig
+) -> None:
     path = store / name
     whole = path.read_bytes()
     if damage == "missing":
@@ -135,7 +152,9 @@ def test_manifest_problems(store: Path, change: object, words: str) -> None:
         path.write_text(change)
     else:
         assert isinstance(change, dict)
-        manifest = {k: v for k, v in {**json.loads(path.read_text()), **change}.items() if v is not None}
+        manifest = {
+            k: v for k, v in {**json.loads(path.read_text()), **change}.items() if v is not None
+        }
         path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=words):
         Graph.open(store)
@@ -145,14 +164,28 @@ def test_manifest_problems(store: Path, change: object, words: str) -> None:
 
 def toy_data() -> Data:
     edge_index = torch.tensor([[0, 1, 1, 2, 2, 3, 0], [1, 0, 2, 2, 3, 2, 3]])
-    return Data(x=torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), edge_index=edge_index, y=torch.tensor([0, 1, 0, 1, 2, 2]), num_nodes=6)
+    return Data(
+        x=torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
+        edge_index=edge_index,
+        y=torch.tensor([0, 1, 0, 1, 2, 2]),
+        num_nodes=6,
+    )
 
 
 def test_from_data_round_trip() -> None:
     data = toy_data()
-    data.train_mask, data.val_mask, data.test_mask = torch.arange(6) < 2, torch.arange(6) == 2, torch.arange(6) > 2
+    data.train_mask, data.val_mask, data.test_mask = (
+        torch.arange(6) < 2,
+        torch.arange(6) == 2,
+        torch.arange(6) > 2,
+    )
     graph = Graph.from_data(data, "toy", normalize="none")
-    assert graph.path is None and graph.num_nodes == 6 and graph.num_classes == 3 and graph.num_splits == 1
+    assert (
+        graph.path is None
+        and graph.num_nodes == 6
+        and graph.num_classes == 3
+        and graph.num_splits == 1
+    )
     assert np.diff(graph.indptr).tolist() == [2, 2, 2, 2, 0, 0]
     back = graph.to_data()
     want = coalesce(to_undirected(remove_self_loops(data.edge_index)[0]))
@@ -161,7 +194,11 @@ def test_from_data_round_trip() -> None:
     torch.testing.assert_close(back.test_mask, data.test_mask)
     np.testing.assert_allclose(graph.feature_moments().mean, data.x.double().mean(0), atol=1e-12)
     again = pickle.loads(pickle.dumps(graph))
-    assert again.fingerprint == graph.fingerprint == Graph.from_data(back, normalize="none").fingerprint
+    assert (
+        again.fingerprint
+        == graph.fingerprint
+        == Graph.from_data(back, normalize="none").fingerprint
+    )
     data.x[0, 0] += 1
     assert Graph.from_data(data).fingerprint != graph.fingerprint
 

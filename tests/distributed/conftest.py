@@ -1,4 +1,6 @@
-"""Training on real Ray nodes that are hurt on purpose: clusters of one machine, commands against them, and what a run left behind."""
+"""Training on real Ray nodes that are hurt on purpose: clusters of one machine, commands against
+them, and what a run left behind.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Run:
         self.root, self.process = root, process
 
     def records(self, kind: str = "train") -> list[dict[str, Any]]:
-        return [record for record in read_lines(self.root / "metrics.jsonl") if record["kind"] == kind]
+        return [
+            record for record in read_lines(self.root / "metrics.jsonl") if record["kind"] == kind
+        ]
 
     def step(self) -> int:
         return max((record["step"] for record in self.records()), default=0)
@@ -82,7 +86,10 @@ class Run:
 
     def wait(self, is_true: Callable[[], bool], what: str) -> None:
         def seen() -> bool:
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}: {self.process.communicate()[1][-3000:]}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode} before {what}: "
+                f"{self.process.communicate()[1][-3000:]}"
+            )
             return is_true()
 
         wait_until(seen, what)
@@ -93,7 +100,9 @@ class Run:
     def finish(self, code: int = 0) -> str:
         """What was written to standard error, after the process ended as expected."""
         _, err = self.process.communicate(timeout=PATIENCE_S)
-        assert self.process.returncode == code, f"exit code {self.process.returncode}, {code} expected: {err[-4000:]}"
+        assert self.process.returncode == code, (
+            f"exit code {self.process.returncode}, {code} expected: {err[-4000:]}"
+        )
         return err
 
 
@@ -107,7 +116,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Cluster:
-    """Real Ray nodes on this machine, each a session of processes of its own, with a token and without a dashboard, which is slow to start."""
+    """Real Ray nodes on this machine, each a session of processes of its own, with a token and
+    without a dashboard, which is slow to start.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,7 +128,14 @@ class Cluster:
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def start(self, nodes: int, cpus: int) -> None:
-        self._start_node(cpus, "--head", f"--port={free_ports(1)[0]}", f"--temp-dir={self.files / 'ray'}", "--include-dashboard=false", "--disable-usage-stats")
+        self._start_node(
+            cpus,
+            "--head",
+            f"--port={free_ports(1)[0]}",
+            f"--temp-dir={self.files / 'ray'}",
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+        )
         for _ in range(1, nodes):
             self.add_node(cpus)
 
@@ -127,7 +145,11 @@ class Cluster:
             node.wait(30)
 
     def _clean(self) -> dict[str, str]:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CIMAGE_"))}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RAY_", "CIMAGE_"))
+        }
         return env | {
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "HOME": str(self.folder),
@@ -141,7 +163,9 @@ class Cluster:
         }
 
     def environment(self, **changes: str) -> dict[str, str]:
-        """Failures are noticed within half a second, and a group of workers that cannot start is given up after 20 s, not 60."""
+        """Failures are noticed within half a second, and a group of workers that cannot start is
+        given up after 20 s, not 60.
+        """
         return self._clean() | {
             "RAY_ADDRESS": self._address(),
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -150,9 +174,27 @@ class Cluster:
         }
 
     def pretrain(self, name: str, *settings: str, **changes: str) -> Run:
-        command = [sys.executable, "-m", "cimage_dist", "pretrain", *SETTINGS, f"run.dir={name}", *settings, "--on", "ray", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "cimage_dist",
+            "pretrain",
+            *SETTINGS,
+            f"run.dir={name}",
+            *settings,
+            "--on",
+            "ray",
+            "--json",
+        ]
         env = self.environment(**changes)
-        process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         return Run(self.folder / name, process)
 
     def nodes(self) -> list[int]:
@@ -173,7 +215,10 @@ class Cluster:
         """Rank 0: the process that has the run directory's lock open."""
         for process in self.workers():
             with suppress(psutil.Error):
-                if any(link.readlink() == run / ".lock" for link in Path(f"/proc/{process.pid}/fd").iterdir()):
+                if any(
+                    link.readlink() == run / ".lock"
+                    for link in Path(f"/proc/{process.pid}/fd").iterdir()
+                ):
                     return process
         raise AssertionError(f"no worker holds {run}/.lock")
 
@@ -184,16 +229,36 @@ class Cluster:
         return (self.files / "ray" / "ray_current_cluster").read_text().strip()
 
     def _start_node(self, cpus: int, *argv: str) -> None:
-        """Ray gives a node 30 s to come up, which a busy machine can exceed: it is tried again. Its agents' ports are told, so that it need not wait for them."""
+        """Ray gives a node 30 s to come up, which a busy machine can exceed: it is tried again. Its
+        agents' ports are told, so that it need not wait for them.
+        """
         log = self.files / f"node-{len(self._nodes)}.log"
-        kinds = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "runtime-env-agent-port")
+        kinds = (
+            "dashboard-agent-listen-port",
+            "dashboard-agent-grpc-port",
+            "metrics-export-port",
+            "runtime-env-agent-port",
+        )
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             ports = [f"--{kind}={port}" for kind, port in zip(kinds, free_ports(4), strict=True)]
-            command = [str(BIN / "ray"), "start", "--block", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}", "--object-store-memory=268435456"]
+            command = [
+                str(BIN / "ray"),
+                "start",
+                "--block",
+                "--node-ip-address=127.0.0.1",
+                f"--num-cpus={cpus}",
+                "--object-store-memory=268435456",
+            ]
             with log.open("w") as out:
                 node = subprocess.Popen(
-                    [*command, *ports, *argv], cwd=self.folder, env=self._clean(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                    [*command, *ports, *argv],
+                    cwd=self.folder,
+                    env=self._clean(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
                 )
             while node.poll() is None:
                 if "Ray runtime started" in log.read_text():
@@ -267,6 +332,8 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def one_node() -> Iterator[Cluster]:
-    """One node for two workers, for all tests of a module: a Ray of its own for every command would take most of the time."""
+    """One node for two workers, for all tests of a module: a Ray of its own for every command would
+    take most of the time.
+    """
     with cluster_of(1, 2) as cluster:
         yield cluster

@@ -1,4 +1,5 @@
-"""Training on Ray is hurt in every way we know of: it goes on by itself, or stops with a clear message, and loses nothing that was saved.
+"""Training on Ray is hurt in every way we know of: it goes on by itself, or stops with a clear
+message, and loses nothing that was saved.
 
 Each run takes one to two minutes on a small machine, the whole file about half an hour.
 """
@@ -26,10 +27,21 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
-from tests.distributed.conftest import CHECKPOINT_EVERY, PATIENCE_S, STEPS, Cluster, Expected, Run, wait_until
+from tests.distributed.conftest import (
+    CHECKPOINT_EVERY,
+    PATIENCE_S,
+    STEPS,
+    Cluster,
+    Expected,
+    Run,
+    wait_until,
+)
 from tests.procs import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs"),
+]
 
 KILLS = 10
 
@@ -50,14 +62,22 @@ def next_attempt(run: Run, count: int) -> dict[str, Any]:
 
 
 def moment(index: int) -> tuple[int, float]:
-    """(step after which, seconds later) to kill. The first kills come before the first step and before the first checkpoint."""
+    """(step after which, seconds later) to kill. The first kills come before the first step and
+    before the first checkpoint.
+    """
     draw = random.Random(index)
-    step = (0, draw.randint(1, CHECKPOINT_EVERY - 1))[index] if index < 2 else draw.randint(1, STEPS - 5)
+    step = (
+        (0, draw.randint(1, CHECKPOINT_EVERY - 1))[index]
+        if index < 2
+        else draw.randint(1, STEPS - 5)
+    )
     return step, draw.uniform(0, 4 if step == 0 else 0.3)
 
 
 @pytest.mark.parametrize("index", range(KILLS))
-def test_a_worker_is_killed(index: int, one_node: Cluster, expected: Expected, record_property: Any) -> None:
+def test_a_worker_is_killed(
+    index: int, one_node: Cluster, expected: Expected, record_property: Any
+) -> None:
     step, delay = moment(index)
     run = one_node.pretrain(f"kill-{index}")
     wait_for_workers(one_node, run)
@@ -75,7 +95,11 @@ def test_a_worker_is_killed(index: int, one_node: Cluster, expected: Expected, r
     expected.check(run)
     assert 0 <= lost <= CHECKPOINT_EVERY
     assert len(run.attempts()) == count + 1 and attempt["workers"] == 2
-    facts = {"killed_at": reached, "steps_lost": lost, "seconds_to_go_on": round(attempt["unix_time"] - killed, 1)}
+    facts = {
+        "killed_at": reached,
+        "steps_lost": lost,
+        "seconds_to_go_on": round(attempt["unix_time"] - killed, 1),
+    }
     print(f"kill {index}: {facts}")
     for name, value in facts.items():
         record_property(name, value)
@@ -99,8 +123,12 @@ def newest(run: Path) -> checkpoint.Checkpoint:
     return found
 
 
-def test_the_driver_is_killed_and_the_newest_checkpoint_damaged(one_node: Cluster, expected: Expected) -> None:
-    """Its workers end with it. The same command goes on; with the newest checkpoint cut short, from the one before."""
+def test_the_driver_is_killed_and_the_newest_checkpoint_damaged(
+    one_node: Cluster, expected: Expected
+) -> None:
+    """Its workers end with it. The same command goes on; with the newest checkpoint cut short, from
+    the one before.
+    """
     run = one_node.pretrain("driver")
     run.wait_for_step(3 * CHECKPOINT_EVERY + 2)
     run.process.kill()
@@ -135,18 +163,31 @@ def test_the_driver_is_asked_to_stop(one_node: Cluster, expected: Expected) -> N
 
 
 def test_a_loss_that_is_not_finite_is_not_tried_again(one_node: Cluster) -> None:
-    run = one_node.pretrain("diverged", "cluster.init=propagated", "optim.lr_max=1e30", "run.checkpoint_every=1")
+    run = one_node.pretrain(
+        "diverged", "cluster.init=propagated", "optim.lr_max=1e30", "run.checkpoint_every=1"
+    )
     told = run.finish(2)
-    assert "Training diverged at step 2" in told and "optim.lr_max" in told and "Traceback" not in told
+    assert (
+        "Training diverged at step 2" in told and "optim.lr_max" in told and "Traceback" not in told
+    )
     assert len(run.attempts()) == 1
     saved = newest(run.root)
-    assert saved.step == 1 and all(bool(value.isfinite().all()) for value in checkpoint.model_weights(saved.tensors).values())
+    assert saved.step == 1 and all(
+        bool(value.isfinite().all()) for value in checkpoint.model_weights(saved.tensors).values()
+    )
 
 
 def unmounted(folder: Path) -> bool:
     """False where a small file system of our own cannot be had: that needs root."""
     folder.mkdir()
-    return subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder)], capture_output=True, check=False).returncode != 0
+    return (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder)],
+            capture_output=True,
+            check=False,
+        ).returncode
+        != 0
+    )
 
 
 def fill(folder: Path) -> Path:
@@ -169,7 +210,9 @@ def test_storage_is_full(one_node: Cluster, expected: Expected) -> None:
         assert "No space left on device" in told and "Make room" in told and "Traceback" not in told
         assert len(run.attempts()) == 1
         steps = checkpoint.steps(run.root / "ckpt")
-        assert len(steps) >= 2 and all(checkpoint.why_invalid(run.root / "ckpt" / f"step-{step:08d}") is None for step in steps)
+        assert len(steps) >= 2 and all(
+            checkpoint.why_invalid(run.root / "ckpt" / f"step-{step:08d}") is None for step in steps
+        )
         ballast.unlink()
         again = one_node.pretrain("small/run")
         assert next_attempt(again, 1)["after_step"] == steps[-1]
@@ -201,7 +244,10 @@ def save_on_full_storage(comm: Comm, root: str, failing: str) -> tuple[str, list
     return "", []
 
 
-@pytest.mark.parametrize(("failing", "what"), [("checkpoint", "The checkpoint of step 10"), ("metrics", "The metrics of step 6")])
+@pytest.mark.parametrize(
+    ("failing", "what"),
+    [("checkpoint", "The checkpoint of step 10"), ("metrics", "The metrics of step 6")],
+)
 def test_all_ranks_stop_where_rank_0_cannot_write(failing: str, what: str, tmp_path: Path) -> None:
     """Without Ray, and without a full disk."""
     told = run_ranks(save_on_full_storage, 2, str(tmp_path), failing, timeout=PATIENCE_S)
@@ -211,16 +257,23 @@ def test_all_ranks_stop_where_rank_0_cannot_write(failing: str, what: str, tmp_p
 
 @pytest.mark.parametrize("is_main", [False, True])
 def test_a_worker_hangs(is_main: bool, one_node: Cluster, expected: Expected) -> None:
-    """The others' collective fails after resources.timeout_s, and all are started again, also where the lock's holder hangs."""
+    """The others' collective fails after resources.timeout_s, and all are started again, also where
+    the lock's holder hangs.
+    """
     run = one_node.pretrain(f"hang-{is_main}", "resources.timeout_s=20")
     run.wait_for_step(CHECKPOINT_EVERY + 2)
     main = one_node.holder(run.root)
-    victim = main if is_main else next(worker for worker in one_node.workers() if worker.pid != main.pid)
+    victim = (
+        main if is_main else next(worker for worker in one_node.workers() if worker.pid != main.pid)
+    )
     victim.suspend()
     began = time.time()
     try:
         attempt = next_attempt(run, 1)
-        print(f"hang of rank {0 if is_main else 1}: went on after {attempt['unix_time'] - began:.0f} s")
+        print(
+            f"hang of rank {0 if is_main else 1}: went on after "
+            f"{attempt['unix_time'] - began:.0f} s"
+        )
         assert 0 <= run.step() - attempt["after_step"] <= CHECKPOINT_EVERY
         expected.check(run)
     finally:

@@ -1,4 +1,6 @@
-"""Embedding on real Ray workers: the same bits whatever their number, through kills of workers and of the driver. About two minutes."""
+"""Embedding on real Ray workers: the same bits whatever their number, through kills of workers and
+of the driver. About two minutes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from cimage_dist.io.rows import load_rows
 from cimage_dist.pipeline import stages
 from cimage_dist.train.progress import Progress
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs"),
+]
 
 ROOT = Path(__file__).parents[2]
 PART_ROWS = 700  # 12 parts of 8,000 rows, in four passes
@@ -41,7 +46,14 @@ SETTINGS = [
 
 
 def config(folder: Path, name: str, *more: str) -> Config:
-    return load_config(overrides=[*SETTINGS, f"data.store_dir={folder / 'data'}", f"run.dir={folder / name}", *more])
+    return load_config(
+        overrides=[
+            *SETTINGS,
+            f"data.store_dir={folder / 'data'}",
+            f"run.dir={folder / name}",
+            *more,
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +94,11 @@ def drive(folder: str, name: str, workers: int, kills: int) -> None:
     ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
     killer = threading.Thread(target=kill_workers, args=(kills,), daemon=True)
     killer.start()
-    embed(config(Path(folder), name, f"resources.num_workers={workers}"), Progress(quiet=True), part_rows=PART_ROWS)
+    embed(
+        config(Path(folder), name, f"resources.num_workers={workers}"),
+        Progress(quiet=True),
+        part_rows=PART_ROWS,
+    )
     killer.join(5)
     print("kills left:", 0 if not killer.is_alive() else "some")
     ray.shutdown()
@@ -90,10 +106,26 @@ def drive(folder: str, name: str, workers: int, kills: int) -> None:
 
 def start(folder: Path, name: str, workers: int, kills: int = 0) -> subprocess.Popen[str]:
     (folder / "ray").mkdir(exist_ok=True)
-    own = {"RAY_TMPDIR": str(folder / "ray"), "HOME": str(folder), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    own = {
+        "RAY_TMPDIR": str(folder / "ray"),
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | own
-    code = f"from tests.distributed.test_embed import drive; drive({str(folder)!r}, {name!r}, {workers}, {kills})"
-    return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code = (
+        f"from tests.distributed.test_embed import drive; drive({str(folder)!r}, {name!r}, "
+        f"{workers}, {kills})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -117,7 +149,9 @@ def test_the_number_of_workers_does_not_change_a_bit(workers, folder):
 def test_parts_equal_the_embedding_in_memory(folder):
     cfg = config(folder, "workers-1")
     shutil.rmtree(folder / "workers-1" / "embeddings", ignore_errors=True)
-    np.testing.assert_allclose(load_rows(stages.embed(cfg)), load_rows(folder / "local" / "embeddings"), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        load_rows(stages.embed(cfg)), load_rows(folder / "local" / "embeddings"), rtol=0, atol=1e-5
+    )
 
 
 def test_killed_workers_are_replaced(folder):

@@ -1,4 +1,6 @@
-"""Training across real Ray nodes that come and go. Each run takes two to four minutes on a small machine."""
+"""Training across real Ray nodes that come and go. Each run takes two to four minutes on a small
+machine.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,21 @@ from typing import Any
 import pytest
 
 from cimage_dist.io import checkpoint
-from tests.distributed.conftest import CHECKPOINT_EVERY, STEPS, Cluster, Expected, Run, cluster_of, kill_node, processes_of
+from tests.distributed.conftest import (
+    CHECKPOINT_EVERY,
+    STEPS,
+    Cluster,
+    Expected,
+    Run,
+    cluster_of,
+    kill_node,
+    processes_of,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two nodes need two CPUs")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two nodes need two CPUs"),
+]
 
 KILLS = 3
 
@@ -35,7 +49,10 @@ def expected(cluster: Cluster) -> Expected:
 
 def workers_by_node(cluster: Cluster) -> dict[int, int]:
     pids = {worker.pid for worker in cluster.workers()}
-    return {node: len(pids & {process.pid for process in processes_of(node)}) for node in cluster.nodes()}
+    return {
+        node: len(pids & {process.pid for process in processes_of(node)})
+        for node in cluster.nodes()
+    }
 
 
 def lose_a_node(cluster: Cluster, run: Run) -> int:
@@ -47,7 +64,9 @@ def lose_a_node(cluster: Cluster, run: Run) -> int:
 
 
 @pytest.mark.parametrize("index", range(KILLS))
-def test_a_lost_node_is_replaced(index: int, cluster: Cluster, expected: Expected, record_property: Any) -> None:
+def test_a_lost_node_is_replaced(
+    index: int, cluster: Cluster, expected: Expected, record_property: Any
+) -> None:
     """A run of fixed size waits for the replacement and ends as if nothing had been."""
     draw = random.Random(100 + index)
     run = cluster.pretrain(f"lost-{index}")
@@ -61,23 +80,34 @@ def test_a_lost_node_is_replaced(index: int, cluster: Cluster, expected: Expecte
     lost = reached - attempt["after_step"]
     expected.check(run)
     assert 0 <= lost <= CHECKPOINT_EVERY and attempt["workers"] == 2
-    facts = {"killed_at": reached, "steps_lost": lost, "seconds_to_go_on": round(attempt["unix_time"] - lost_at, 1)}
+    facts = {
+        "killed_at": reached,
+        "steps_lost": lost,
+        "seconds_to_go_on": round(attempt["unix_time"] - lost_at, 1),
+    }
     print(f"node {index}: {facts}")
     for name, value in facts.items():
         record_property(name, value)
 
 
 def test_an_elastic_run_shrinks_and_grows(cluster: Cluster) -> None:
-    """Two workers, one while a node is missing, two again; every global batch once, in the planned order."""
+    """Two workers, one while a node is missing, two again; every global batch once, in the planned
+    order.
+    """
     epochs = 20  # long enough for a node to come up meanwhile
-    run = cluster.pretrain("elastic", "resources.min_workers=1", f"train.epochs={epochs}", CIMAGE_RESIZE_EVERY_S="5")
+    run = cluster.pretrain(
+        "elastic", "resources.min_workers=1", f"train.epochs={epochs}", CIMAGE_RESIZE_EVERY_S="5"
+    )
     run.wait_for_step(2 * CHECKPOINT_EVERY)
     assert run.attempts()[0]["workers"] == 2
     reached, lost_at = lose_a_node(cluster, run), time.time()
     run.wait(lambda: run.attempts()[-1]["workers"] == 1, "one worker to go on")
     shrunk = run.attempts()[-1]
     assert 0 <= reached - shrunk["after_step"] <= CHECKPOINT_EVERY
-    print(f"shrunk after {shrunk['unix_time'] - lost_at:.0f} s, {reached - shrunk['after_step']} steps lost")
+    print(
+        f"shrunk after {shrunk['unix_time'] - lost_at:.0f} s, {reached - shrunk['after_step']} "
+        "steps lost"
+    )
     run.wait_for_step(shrunk["after_step"] + 2 * CHECKPOINT_EVERY)
     cluster.add_node()
     joined = time.time()

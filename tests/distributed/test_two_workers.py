@@ -1,4 +1,6 @@
-"""The real command line on two Ray workers, against one process. Each command starts a Ray of its own and takes about a minute."""
+"""The real command line on two Ray workers, against one process. Each command starts a Ray of its
+own and takes about a minute.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ from cimage_dist.io.artifacts import RunDir
 from cimage_dist.reporting.terminal import read_metrics
 from cimage_dist.train.sink import LocalSink
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs"),
+]
 
 DIGITS = Path(__file__).parents[1] / "digits.yaml"
-# 10,489 training edges: ten steps of 1,049 in an epoch. All neighbours, no dropout: nothing is left that depends on the world size.
+# 10,489 training edges: ten steps of 1,049 in an epoch. All neighbours, no dropout: nothing is left
+# that depends on the world size.
 SETTINGS = [
     str(DIGITS),
     "data.store_dir=data",
@@ -58,11 +64,18 @@ def folder() -> Iterator[Path]:
 
 def cimage(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """`cimage pretrain` as a user runs it. HOME is the test's folder because Ray writes there."""
-    own = {"RAY_TMPDIR": str(folder / "ray"), "HOME": str(folder), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    own = {
+        "RAY_TMPDIR": str(folder / "ray"),
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
     (folder / "ray").mkdir(exist_ok=True)
     command = [sys.executable, "-m", "cimage_dist", "pretrain", *SETTINGS, *args, "--json"]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
 
 
 def summary(done: subprocess.CompletedProcess[str]) -> Any:
@@ -77,18 +90,27 @@ def losses(run: Path) -> list[float]:
 
 
 def contexts(run: Path) -> list[tuple[int, list[int]]]:
-    return [(r["step"], r["context"]) for r in read_metrics(RunDir(run).metrics) if r["kind"] == "ci"]
+    return [
+        (r["step"], r["context"]) for r in read_metrics(RunDir(run).metrics) if r["kind"] == "ci"
+    ]
 
 
 def kinds_of_files(run: Path) -> set[str]:
     paths = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    return {"tb/events" if path.startswith("tb/") else path for path in paths if not path.startswith("ray/") and path != "attempts.jsonl"}
+    return {
+        "tb/events" if path.startswith("tb/") else path
+        for path in paths
+        if not path.startswith("ray/") and path != "attempts.jsonl"
+    }
 
 
 def weights(run: Path) -> dict[str, np.ndarray]:
     saved = checkpoint.load_latest(run / "ckpt")
     assert saved is not None
-    return {name: value.double().numpy() for name, value in checkpoint.model_weights(saved.tensors).items()}
+    return {
+        name: value.double().numpy()
+        for name, value in checkpoint.model_weights(saved.tensors).items()
+    }
 
 
 def test_two_workers_agree_with_one_process_and_resume(folder):
@@ -96,11 +118,22 @@ def test_two_workers_agree_with_one_process_and_resume(folder):
         assert summary(cimage(folder, *args, f"run.dir={name}", "train.epochs=1"))["steps"] == 10
     one, two = folder / "one", folder / "two"
     assert contexts(one) == contexts(two) and [step for step, _ in contexts(two)] == [0, 3, 6, 9]
-    # float32. At a learning rate of 0.01 losses differed by 1.5e-7 and weights by 6.5e-7; the lower one here leaves room for other machines.
+    # float32. At a learning rate of 0.01 losses differed by 1.5e-7 and weights by 6.5e-7; the lower
+    # one here leaves room for other machines.
     np.testing.assert_allclose(losses(two), losses(one), rtol=0, atol=1e-6)
     for key, value in weights(one).items():
         np.testing.assert_allclose(weights(two)[key], value, rtol=0, atol=1e-6, err_msg=key)
-    assert kinds_of_files(two) == kinds_of_files(one) >= {"config.yaml", "env.json", "metrics.jsonl", "summary.json", "pseudo-labels/manifest.json"}
+    assert (
+        kinds_of_files(two)
+        == kinds_of_files(one)
+        >= {
+            "config.yaml",
+            "env.json",
+            "metrics.jsonl",
+            "summary.json",
+            "pseudo-labels/manifest.json",
+        }
+    )
 
     labels_made = (two / "pseudo-labels" / "manifest.json").stat().st_mtime_ns
     for args, name in (([], "one"), (ON_RAY, "two")):
@@ -108,13 +141,22 @@ def test_two_workers_agree_with_one_process_and_resume(folder):
         assert (done["steps"], done["steps_now"]) == (20, 10)
     assert (two / "pseudo-labels" / "manifest.json").stat().st_mtime_ns == labels_made
     assert len(losses(two)) == 20
-    np.testing.assert_allclose(losses(two), losses(one), rtol=0, atol=1e-5)  # twice as many steps for rounding to grow
+    np.testing.assert_allclose(
+        losses(two), losses(one), rtol=0, atol=1e-5
+    )  # twice as many steps for rounding to grow
 
 
 def test_a_mistake_of_the_user_comes_back_from_the_workers(folder):
     """Exit code 2 and the message, not a traceback after several attempts."""
     np.save(folder / "short.npy", np.array([0, 1, 0]))
-    done = cimage(folder, *ON_RAY, "run.dir=bad", "cluster.init=file", "cluster.labels_path=short.npy", "resources.max_failures=3")
+    done = cimage(
+        folder,
+        *ON_RAY,
+        "run.dir=bad",
+        "cluster.init=file",
+        "cluster.labels_path=short.npy",
+        "resources.max_failures=3",
+    )
     assert done.returncode == 2, done.stderr[-3000:]
     assert "short.npy has labels of shape (3,)" in done.stderr and "1,797 nodes" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""

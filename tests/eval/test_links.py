@@ -14,7 +14,10 @@ from cimage_dist.types import LinkSplit, Topology
 def test_scores_match_sklearn_in_any_chunking() -> None:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, 8, generator=generator)
-    pos, neg = torch.randint(0, 50, (31, 2), generator=generator), torch.randint(0, 50, (44, 2), generator=generator)
+    pos, neg = (
+        torch.randint(0, 50, (31, 2), generator=generator),
+        torch.randint(0, 50, (44, 2), generator=generator),
+    )
     pairs = torch.cat([pos, neg])
     logits = (z @ z.T)[pairs[:, 0], pairs[:, 1]].numpy()
     truth = [1] * 31 + [0] * 44
@@ -47,7 +50,9 @@ def test_bad_input_is_explained() -> None:
 
 
 def test_the_score_is_chosen_on_validation_edges_alone() -> None:
-    """Rows of which only the centred cosine ranks the validation edges; test edges say the opposite."""
+    """Rows of which only the centred cosine ranks the validation edges; test edges say the
+    opposite.
+    """
     z = torch.tensor([[10.0, 1.0], [10.0, 1.1], [10.0, -1.0], [30.0, -1.1]])
     pos, neg = torch.tensor([[0, 1]]), torch.tensor([[0, 3]])
     links = LinkSplit(Topology(torch.zeros(5, dtype=torch.int64), pos[:0, 0]), pos, neg, neg, pos)

@@ -1,4 +1,6 @@
-"""The regression behind every node score: its optimum, its reduction to few rows, and its mini-batches."""
+"""The regression behind every node score: its optimum, its reduction to few rows, and its
+mini-batches.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,27 @@ from cimage_dist.eval import logistic
 from cimage_dist.eval.logistic import STRENGTHS, logistic_path, unit_rows
 
 
-def problem(rows: int, width: int, classes: int = 3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def problem(
+    rows: int, width: int, classes: int = 3, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Overlapping classes on unit rows."""
     generator = np.random.default_rng(seed)
     y = np.arange(rows) % classes
-    x = np.eye(classes)[y] @ generator.normal(size=(classes, width)) + 1.5 * generator.normal(size=(rows, width)) + 1.0
+    x = (
+        np.eye(classes)[y] @ generator.normal(size=(classes, width))
+        + 1.5 * generator.normal(size=(rows, width))
+        + 1.0
+    )
     return unit_rows(torch.from_numpy(x)), y
 
 
-def objective(weight: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray, strength: float) -> float:
+def objective(
+    weight: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray, strength: float
+) -> float:
     logits = x.astype(np.float64) @ weight.T.astype(np.float64) + bias
-    return strength * float(logistic._cross_entropy(logits[None], y)[0]) + 0.5 * float((weight.astype(np.float64) ** 2).sum())
+    return strength * float(logistic._cross_entropy(logits[None], y)[0]) + 0.5 * float(
+        (weight.astype(np.float64) ** 2).sum()
+    )
 
 
 @pytest.mark.parametrize(("rows", "width"), [(60, 200), (200, 20)], ids=["wide", "tall"])
@@ -31,7 +43,9 @@ def test_the_optimum_is_scikit_learns(rows: int, width: int) -> None:
     path = logistic_path(x, y, 3)
     assert path.strengths == STRENGTHS
     for at, strength in enumerate(STRENGTHS):
-        other = LogisticRegression(C=strength, tol=1e-8, max_iter=100_000).fit(x.astype(np.float64), y)
+        other = LogisticRegression(C=strength, tol=1e-8, max_iter=100_000).fit(
+            x.astype(np.float64), y
+        )
         ours = objective(path.weight[at], path.bias[at], x, y, strength)
         theirs = objective(other.coef_, other.intercept_, x, y, strength)
         assert ours == pytest.approx(theirs, rel=1e-4)
@@ -46,7 +60,9 @@ def test_the_gradient_is_zero_at_the_optimum() -> None:
     path = logistic_path(x, y, 3)
     for at, strength in enumerate(STRENGTHS):
         logits = torch.from_numpy(x @ path.weight[at].T + path.bias[at]).double()
-        pull = (logits.softmax(1) - torch.nn.functional.one_hot(torch.from_numpy(y), 3)).numpy() / len(y)
+        pull = (
+            logits.softmax(1) - torch.nn.functional.one_hot(torch.from_numpy(y), 3)
+        ).numpy() / len(y)
         slope = pull.T @ x + path.weight[at] / (strength * len(y))
         assert np.abs(slope).max() < 2e-5 and np.abs(pull.sum(0)).max() < 2e-5
 
@@ -64,7 +80,10 @@ def test_the_reduction_to_the_rows_is_exact(monkeypatch: pytest.MonkeyPatch) -> 
 def test_sparse_rows(rows: int, width: int) -> None:
     x, y = problem(rows, width)
     x = np.where(np.abs(x) > 0.1, x, 0.0).astype(np.float32)
-    dense, thin = logistic_path(x, y, 3, STRENGTHS[:5]), logistic_path(sparse.csr_matrix(x), y, 3, STRENGTHS[:5])
+    dense, thin = (
+        logistic_path(x, y, 3, STRENGTHS[:5]),
+        logistic_path(sparse.csr_matrix(x), y, 3, STRENGTHS[:5]),
+    )
     np.testing.assert_allclose(thin.weight, dense.weight, atol=2e-3)
     np.testing.assert_allclose(thin.logits(sparse.csr_matrix(x)), dense.logits(x), atol=2e-3)
 
@@ -85,11 +104,15 @@ def test_mini_batches_come_close_to_the_optimum() -> None:
     hits = [path.scores(x, y)[0] for path in (exact, batched)]
     assert np.abs(hits[0] - hits[1]).max() < 0.005 * len(y)
     for at, strength in enumerate(STRENGTHS):
-        found, best = (objective(p.weight[at], p.bias[at], x, y, strength) for p in (batched, exact))
+        found, best = (
+            objective(p.weight[at], p.bias[at], x, y, strength) for p in (batched, exact)
+        )
         assert best * (1 - 1e-5) <= found < best * 1.005
 
 
-def test_mini_batches_are_a_function_of_the_rows_and_leave_the_global_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mini_batches_are_a_function_of_the_rows_and_leave_the_global_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(logistic, "_STEPS", 40)
     x, y = problem(5000, 8)
     torch.manual_seed(3)

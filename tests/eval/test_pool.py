@@ -18,12 +18,18 @@ def labels() -> Tensor:
 
 def split(num_train: int, num_val: int) -> NodeSplit:
     ids = torch.arange(NUM_NODES)
-    return NodeSplit(ids < num_train, (ids >= num_train) & (ids < num_train + num_val), ids >= num_train + num_val)
+    return NodeSplit(
+        ids < num_train,
+        (ids >= num_train) & (ids < num_train + num_val),
+        ids >= num_train + num_val,
+    )
 
 
 def embedding(noise: float) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.nn.functional.one_hot(labels(), 8).float() + noise * torch.randn(NUM_NODES, 8, generator=generator)
+    return torch.nn.functional.one_hot(labels(), 8).float() + noise * torch.randn(
+        NUM_NODES, 8, generator=generator
+    )
 
 
 def test_draws_have_the_class_counts_of_a_small_training_set() -> None:

@@ -1,4 +1,6 @@
-"""The linear probe: what it learns, what it must not read, and that it is a function of its arguments."""
+"""The linear probe: what it learns, what it must not read, and that it is a function of its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,20 @@ PROBES = ["logistic", "epochs"]
 def embedding(noise: float = 0.001) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(NUM_NODES) % NUM_CLASSES
-    z = torch.nn.functional.one_hot(y, DIM).float() + noise * torch.randn(NUM_NODES, DIM, generator=generator) / DIM**0.5
+    z = (
+        torch.nn.functional.one_hot(y, DIM).float()
+        + noise * torch.randn(NUM_NODES, DIM, generator=generator) / DIM**0.5
+    )
     return z * torch.rand(NUM_NODES, 1, generator=generator).add(0.1), y
 
 
 def split(num_train: int = 100, num_val: int = 100) -> NodeSplit:
     ids = torch.arange(NUM_NODES)
-    return NodeSplit(ids < num_train, (ids >= num_train) & (ids < num_train + num_val), ids >= num_train + num_val)
+    return NodeSplit(
+        ids < num_train,
+        (ids >= num_train) & (ids < num_train + num_val),
+        ids >= num_train + num_val,
+    )
 
 
 @pytest.mark.parametrize("kind", PROBES)
@@ -52,13 +61,21 @@ def test_test_labels_do_not_reach_training_or_selection(kind: str) -> None:
     z, y = embedding(noise=3.0)
     cfg = EvalConfig(probe=kind)
     poisoned = y.clone()
-    poisoned[split().test] = torch.randint(0, 1000, (int(split().test.sum()),), generator=torch.Generator().manual_seed(2))
+    poisoned[split().test] = torch.randint(
+        0, 1000, (int(split().test.sum()),), generator=torch.Generator().manual_seed(2)
+    )
     clean = linear_probe(z, y, split(), cfg, seed=0, read_test=False)
     dirty = linear_probe(z, poisoned, split(), cfg, seed=0, read_test=False)
     assert clean == dirty and clean.test is None and clean.pred is None
-    with_test, with_poison = (linear_probe(z, labels, split(), cfg, seed=0) for labels in (y, poisoned))
+    with_test, with_poison = (
+        linear_probe(z, labels, split(), cfg, seed=0) for labels in (y, poisoned)
+    )
     assert torch.equal(with_test.pred, with_poison.pred)
-    assert (with_test.val, with_test.epoch, with_test.strength) == (clean.val, clean.epoch, clean.strength)
+    assert (with_test.val, with_test.epoch, with_test.strength) == (
+        clean.val,
+        clean.epoch,
+        clean.strength,
+    )
     assert with_poison.val == clean.val
 
 
@@ -66,7 +83,9 @@ def test_only_labels_under_the_masks_are_indexed(monkeypatch: pytest.MonkeyPatch
     z, y = embedding()
     asked: list[Tensor] = []
     original = probe._labelled
-    monkeypatch.setattr(probe, "_labelled", lambda mask, labels: asked.append(mask) or original(mask, labels))
+    monkeypatch.setattr(
+        probe, "_labelled", lambda mask, labels: asked.append(mask) or original(mask, labels)
+    )
     linear_probe(z, y, split(), EvalConfig(), seed=0, read_test=False)
     assert len(asked) == 2 and not any(bool((mask & split().test).any()) for mask in asked)
 
@@ -89,11 +108,30 @@ def test_first_best_validation_epoch_is_kept() -> None:
     z, y = embedding(noise=3.0)
     cfg = EvalConfig(probe="epochs", probe_lr_max=0.5, probe_lr_min=0.0)
     result = linear_probe(z, y, split(), cfg, seed=0)
-    # Stopping at the reported epoch gives the same model; stopping one earlier scores lower on validation.
-    again = linear_probe(z, y, split(), EvalConfig(probe="epochs", probe_lr_max=0.5, probe_lr_min=0.0, probe_epochs=result.epoch), seed=0)
-    assert (again.val, again.test, again.epoch) == (result.val, result.test, result.epoch) and torch.equal(again.pred, result.pred)
+    # Stopping at the reported epoch gives the same model; stopping one earlier scores lower on
+    # validation.
+    again = linear_probe(
+        z,
+        y,
+        split(),
+        EvalConfig(probe="epochs", probe_lr_max=0.5, probe_lr_min=0.0, probe_epochs=result.epoch),
+        seed=0,
+    )
+    assert (again.val, again.test, again.epoch) == (
+        result.val,
+        result.test,
+        result.epoch,
+    ) and torch.equal(again.pred, result.pred)
     assert 1 < result.epoch < cfg.probe_epochs
-    earlier = linear_probe(z, y, split(), EvalConfig(probe="epochs", probe_lr_max=0.5, probe_lr_min=0.0, probe_epochs=result.epoch - 1), seed=0)
+    earlier = linear_probe(
+        z,
+        y,
+        split(),
+        EvalConfig(
+            probe="epochs", probe_lr_max=0.5, probe_lr_min=0.0, probe_epochs=result.epoch - 1
+        ),
+        seed=0,
+    )
     assert earlier.val is not None and result.val is not None and earlier.val < result.val
 
 
@@ -101,13 +139,17 @@ def test_validation_accuracy_is_that_of_the_predictions() -> None:
     z, y = embedding(noise=3.0)
     result = linear_probe(z, y, split(), EvalConfig(), seed=0)
     val = split().val
-    assert result.pred is not None and result.val == pytest.approx(100 * float((result.pred[val] == y[val]).float().mean()))
+    assert result.pred is not None and result.val == pytest.approx(
+        100 * float((result.pred[val] == y[val]).float().mean())
+    )
 
 
 def test_without_validation_nodes_the_last_epoch_counts() -> None:
     z, y = embedding()
     result = linear_probe(z, y, split(100, 0), EvalConfig(probe="epochs", probe_epochs=40), seed=0)
-    assert result.val is None and result.epoch == 40 and result.test is not None and result.test > 99
+    assert (
+        result.val is None and result.epoch == 40 and result.test is not None and result.test > 99
+    )
 
 
 def test_without_test_nodes_the_test_score_is_none() -> None:
@@ -135,9 +177,21 @@ def test_schedule_follows_cosine_restarts(monkeypatch: pytest.MonkeyPatch) -> No
     z, y = embedding()
     rates: list[float] = []
     step = torch.optim.Adam.step
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda self, *a: (rates.append(self.param_groups[0]["lr"]), step(self, *a))[1])
-    linear_probe(z, y, split(), EvalConfig(probe="epochs", probe_lr_max=0.1, probe_lr_min=0.001, probe_epochs=152), seed=0)
-    assert [rates[i] for i in (0, 50, 150)] == pytest.approx([0.1] * 3)  # periods of 50 and 100 epochs
+    monkeypatch.setattr(
+        torch.optim.Adam,
+        "step",
+        lambda self, *a: (rates.append(self.param_groups[0]["lr"]), step(self, *a))[1],
+    )
+    linear_probe(
+        z,
+        y,
+        split(),
+        EvalConfig(probe="epochs", probe_lr_max=0.1, probe_lr_min=0.001, probe_epochs=152),
+        seed=0,
+    )
+    assert [rates[i] for i in (0, 50, 150)] == pytest.approx(
+        [0.1] * 3
+    )  # periods of 50 and 100 epochs
     assert rates[25] == pytest.approx(0.0505) and rates[100] == pytest.approx(0.0505)
     assert min(rates) >= 0.001
 
@@ -180,7 +234,9 @@ def test_the_strength_is_the_best_over_the_draws() -> None:
     result = linear_probe(z, y, split(), EvalConfig(), seed=0)
     pooled = pool_score(z, make_pool(y, split()))
     assert result.pool == pooled and result.strength == pooled.strength and result.epoch is None
-    path = logistic_path(unit_rows(z, split().train.nonzero()[:, 0]), y[split().train].numpy(), NUM_CLASSES)
+    path = logistic_path(
+        unit_rows(z, split().train.nonzero()[:, 0]), y[split().train].numpy(), NUM_CLASSES
+    )
     hits, _ = path.scores(unit_rows(z, split().val.nonzero()[:, 0]), y[split().val].numpy())
     assert result.val == pytest.approx(float(hits[STRENGTHS.index(pooled.strength)]))
 
@@ -204,9 +260,13 @@ def test_without_validation_nodes_folds_of_the_training_nodes_choose() -> None:
     assert first.val is None and first.strength in STRENGTHS
     again = linear_probe(z, y, split(40, 0), EvalConfig(), seed=0)
     assert first.strength == again.strength and first.test == again.test
-    assert linear_probe(z, y, split(4, 0), EvalConfig(), seed=0).strength == 1.0, "one node per class: nothing can choose"
+    assert linear_probe(z, y, split(4, 0), EvalConfig(), seed=0).strength == 1.0, (
+        "one node per class: nothing can choose"
+    )
     y[:4] = torch.tensor([0, 0, 1, 2])
-    assert linear_probe(z, y, split(4, 0), EvalConfig(), seed=0).test is not None, "classes of one node are never held out"
+    assert linear_probe(z, y, split(4, 0), EvalConfig(), seed=0).test is not None, (
+        "classes of one node are never held out"
+    )
 
 
 def test_classes_without_training_nodes_are_never_predicted() -> None:
@@ -216,7 +276,9 @@ def test_classes_without_training_nodes_are_never_predicted() -> None:
     result = linear_probe(z, y, parts, EvalConfig(), seed=0, num_classes=NUM_CLASSES)
     assert 3 not in result.pred and result.test == pytest.approx(75.0)
     y[parts.train & (y != 1)] = -1
-    assert set(linear_probe(z, y, parts, EvalConfig(), seed=0, num_classes=NUM_CLASSES).pred.tolist()) == {1}
+    assert set(
+        linear_probe(z, y, parts, EvalConfig(), seed=0, num_classes=NUM_CLASSES).pred.tolist()
+    ) == {1}
 
 
 @pytest.mark.parametrize("form", ["coo", "csr", "scipy"])
@@ -225,6 +287,10 @@ def test_sparse_rows_score_as_dense_ones(form: str, kind: str) -> None:
     z, y = embedding(noise=3.0)
     z = torch.where(z.abs() > 0.15, z, 0.0)
     cfg = EvalConfig(probe=kind, probe_epochs=20)
-    forms = {"coo": z.to_sparse_coo, "csr": z.to_sparse_csr, "scipy": lambda: sparse.csr_matrix(z.numpy())}
+    forms = {
+        "coo": z.to_sparse_coo,
+        "csr": z.to_sparse_csr,
+        "scipy": lambda: sparse.csr_matrix(z.numpy()),
+    }
     dense, thin = (linear_probe(x, y, split(10, 100), cfg, seed=0) for x in (z, forms[form]()))
     assert thin.strength == dense.strength and torch.equal(thin.pred, dense.pred)

@@ -26,7 +26,9 @@ def cliques(num_nodes: int = NUM_NODES, num_classes: int = 3) -> tuple[Topology,
 
 
 def embedding(y: Tensor) -> Tensor:
-    return torch.nn.functional.one_hot(y.clamp(min=0), 5).float() + 1e-4 * torch.randn(y.numel(), 5, generator=torch.Generator().manual_seed(0))
+    return torch.nn.functional.one_hot(y.clamp(min=0), 5).float() + 1e-4 * torch.randn(
+        y.numel(), 5, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def thirds(num_nodes: int = NUM_NODES) -> NodeSplit:
@@ -43,26 +45,53 @@ def test_all_scores_of_a_good_embedding() -> None:
     topology, y = cliques()
     cfg = EvalConfig(few_labels=[2, 5], few_label_splits=3)
     scores = score_embedding(embedding(y), y, thirds(), topology, cfg, seed=0, few_split=few)
-    assert {name: scores["node"][name] for name in ("val", "test", "pool", "pool_se")} == {"val": 100.0, "test": 100.0, "pool": 100.0, "pool_se": 0.0}
-    assert {name: scores["cluster"][name] for name in ("acc", "ari", "f1")} == {"acc": 100.0, "ari": 100.0, "f1": 100.0}
+    assert {name: scores["node"][name] for name in ("val", "test", "pool", "pool_se")} == {
+        "val": 100.0,
+        "test": 100.0,
+        "pool": 100.0,
+        "pool_se": 0.0,
+    }
+    assert {name: scores["cluster"][name] for name in ("acc", "ari", "f1")} == {
+        "acc": 100.0,
+        "ari": 100.0,
+        "f1": 100.0,
+    }
     assert scores["cluster"]["nmi"] == pytest.approx(100.0)
     assert scores["cluster"]["modularity"] == pytest.approx(1 - 1 / 3)
     assert list(scores["few_labels"]) == ["2", "5"]
     for entry in scores["few_labels"].values():
-        assert len(entry["scores"]) == 3 and entry["mean"] == pytest.approx(sum(entry["scores"]) / 3)
+        assert len(entry["scores"]) == 3 and entry["mean"] == pytest.approx(
+            sum(entry["scores"]) / 3
+        )
     assert json.loads(json.dumps(scores)) == scores
 
 
 def test_few_label_std_is_the_population_one() -> None:
     topology, y = cliques()
     z = torch.randn(NUM_NODES, 5, generator=torch.Generator().manual_seed(3)) + 0.7 * embedding(y)
-    entry = score_embedding(z, y, thirds(), topology, EvalConfig(few_labels=[2]), seed=0, tasks=["node"], few_split=few)["few_labels"]["2"]
-    assert entry["std"] == pytest.approx(float(torch.tensor(entry["scores"], dtype=torch.float64).std(correction=0))) and entry["std"] > 0
+    entry = score_embedding(
+        z, y, thirds(), topology, EvalConfig(few_labels=[2]), seed=0, tasks=["node"], few_split=few
+    )["few_labels"]["2"]
+    assert (
+        entry["std"]
+        == pytest.approx(
+            float(torch.tensor(entry["scores"], dtype=torch.float64).std(correction=0))
+        )
+        and entry["std"] > 0
+    )
 
 
 def test_few_label_splits_of_the_graph_layer_are_the_default() -> None:
     topology, y = cliques()
-    scores = score_embedding(embedding(y), y, thirds(), topology, EvalConfig(few_labels=[2], few_label_splits=2), seed=0, tasks=["node"])
+    scores = score_embedding(
+        embedding(y),
+        y,
+        thirds(),
+        topology,
+        EvalConfig(few_labels=[2], few_label_splits=2),
+        seed=0,
+        tasks=["node"],
+    )
     assert len(scores["few_labels"]["2"]["scores"]) == 2 and "cluster" not in scores
 
 
@@ -73,8 +102,21 @@ def test_an_impossible_few_label_split_does_not_cost_the_other_scores() -> None:
         return few(per_class, split_seed)
 
     topology, y = cliques()
-    scores = score_embedding(embedding(y), y, thirds(), topology, EvalConfig(few_labels=[2, 50], few_label_splits=2), seed=0, few_split=refuse)
-    assert scores["few_labels"]["50"] == {"mean": None, "std": None, "scores": [], "reason": "class 1 has 40 nodes"}
+    scores = score_embedding(
+        embedding(y),
+        y,
+        thirds(),
+        topology,
+        EvalConfig(few_labels=[2, 50], few_label_splits=2),
+        seed=0,
+        few_split=refuse,
+    )
+    assert scores["few_labels"]["50"] == {
+        "mean": None,
+        "std": None,
+        "scores": [],
+        "reason": "class 1 has 40 nodes",
+    }
     assert scores["few_labels"]["2"]["mean"] is not None and scores["node"] is not None
 
 
@@ -86,10 +128,17 @@ def test_missing_labels_or_split_give_a_reason() -> None:
         assert scores["node"] is None and "no labels" in scores["node_reason"]
         assert scores["cluster"] is None and "number of clusters" in scores["cluster_reason"]
         assert "few_labels" not in scores
-    assert set(score_embedding(z, None, None, topology, EvalConfig(), seed=0, num_clusters=3)["cluster"]) == {"modularity"}
+    assert set(
+        score_embedding(z, None, None, topology, EvalConfig(), seed=0, num_clusters=3)["cluster"]
+    ) == {"modularity"}
     assert "no split" in score_embedding(z, y, None, topology, EvalConfig(), seed=0)["node_reason"]
     unlabelled_training = torch.where(thirds().train, -1, y)
-    assert "no training node" in score_embedding(z, unlabelled_training, thirds(), topology, EvalConfig(), seed=0)["node_reason"]
+    assert (
+        "no training node"
+        in score_embedding(z, unlabelled_training, thirds(), topology, EvalConfig(), seed=0)[
+            "node_reason"
+        ]
+    )
 
 
 def test_clustering_counts_only_known_labels_and_ignores_row_length() -> None:
@@ -126,11 +175,18 @@ def test_smoothing_equals_the_dense_product(index_type: torch.dtype) -> None:
     step = scale[:, None] * with_loops * scale
     expected = (torch.linalg.matrix_power(step, 3) @ x.double()).float()
     torch.testing.assert_close(smooth_features(x, topology, hops=3), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(smooth_features(x.half(), topology, hops=3), expected, atol=5e-3, rtol=1e-2)
+    torch.testing.assert_close(
+        smooth_features(x.half(), topology, hops=3), expected, atol=5e-3, rtol=1e-2
+    )
     assert torch.equal(smooth_features(x, topology)[5], x[5])
     assert torch.equal(smooth_features(x, topology, hops=0), x)
 
 
 def test_smoothing_on_a_graph_without_edges_changes_nothing() -> None:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(smooth_features(x, Topology(torch.zeros(5, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))), x)
+    assert torch.equal(
+        smooth_features(
+            x, Topology(torch.zeros(5, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))
+        ),
+        x,
+    )

@@ -1,4 +1,6 @@
-"""Tables from yaml: what is refused, which runs are needed and shared, how results become rows, and a small table end to end."""
+"""Tables from yaml: what is refused, which runs are needed and shared, how results become rows, and
+a small table end to end.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from experiments.spec import Cell, Table, load_table, load_tables
 from tests.conftest import small_sbm_settings
 
 ROOT = Path(__file__).parents[2]
-MODEL = ["model.num_factors=4", "model.factor_dim=4", "model.num_layers=1", "model.routing_iterations=2", "eval.probe_epochs=20", "train.epochs=4"]
+MODEL = [
+    "model.num_factors=4",
+    "model.factor_dim=4",
+    "model.num_layers=1",
+    "model.routing_iterations=2",
+    "eval.probe_epochs=20",
+    "train.epochs=4",
+]
 
 
 @pytest.fixture
@@ -46,7 +55,10 @@ def project(tmp_path: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "configs/node/blocks.yaml").write_text(json.dumps(settings))
     write(tmp_path)
-    (tmp_path / "docs/RESULTS.md").write_text("# Results\n\n<!-- bench: begin (python -m experiments --render) -->\n<!-- bench: end -->\nafter\n")
+    (tmp_path / "docs/RESULTS.md").write_text(
+        "# Results\n\n<!-- bench: begin (python -m experiments --render) -->\n<!-- bench: end "
+        "-->\nafter\n"
+    )
     return tmp_path
 
 
@@ -62,7 +74,9 @@ def write(project: Path, name: str = "small", **changes: Any) -> Path:
         "published": {"shipped": {"blocks": 12.34}},
     }
     path = project / "experiments" / "tables" / f"{name}.yaml"
-    path.write_text(json.dumps({key: value for key, value in (body | changes).items() if value is not None}))
+    path.write_text(
+        json.dumps({key: value for key, value in (body | changes).items() if value is not None})
+    )
     return path
 
 
@@ -72,7 +86,10 @@ def write(project: Path, name: str = "small", **changes: Any) -> Path:
         ({"colour": 1}, "unknown key 'colour'"),
         ({"title": None}, "title is missing"),
         ({"rows": None}, "rows is missing"),
-        ({"rows": {"shipped": ["loss.cluster_weight"]}}, "rows.shipped must be a list of key=value"),
+        (
+            {"rows": {"shipped": ["loss.cluster_weight"]}},
+            "rows.shipped must be a list of key=value",
+        ),
         ({"rows": {"shipped": ["loss.cluster_wait=1"]}}, "cluster_wait"),
         ({"against": "other"}, "against is 'other'"),
         ({"published": {"other": {"blocks": 1.0}}}, "published.other is no row"),
@@ -93,23 +110,38 @@ def test_shipped_tables_load(monkeypatch):
     tables = load_tables(Path("experiments/tables"))
     assert [t.name for t in tables][:3] == ["node", "link", "ten"]
     by_name = {t.name: t for t in tables}
-    same = next(c for c in by_name["workers"].cells() if c.dataset == "cora" and c.overrides == ("train.epochs=30",))
+    same = next(
+        c
+        for c in by_name["workers"].cells()
+        if c.dataset == "cora" and c.overrides == ("train.epochs=30",)
+    )
     assert same.folder == "node/cora/as-shipped", "the same run as in the main table"
     ten, appendix = by_name["ten"], by_name["appendix"]
     assert len(ten.seeds) == 10 and ten.config_of("acm") == "configs/own/acm.yaml"
-    assert {c.folder for c in by_name["node"].cells()} < {c.folder for c in ten.cells()}, "runs are shared"
+    assert {c.folder for c in by_name["node"].cells()} < {c.folder for c in ten.cells()}, (
+        "runs are shared"
+    )
     assert {c.folder for c in by_name["ten_few"].cells()} == {c.folder for c in ten.cells()}
-    assert {c.task for c in appendix.cells()} == {"paper-node"}, "apart from the runs of configs/node"
-    whole = {c.folder for c in by_name["parts"].cells()} & {c.folder for c in by_name["partition"].cells()}
+    assert {c.task for c in appendix.cells()} == {"paper-node"}, (
+        "apart from the runs of configs/node"
+    )
+    whole = {c.folder for c in by_name["parts"].cells()} & {
+        c.folder for c in by_name["partition"].cells()
+    }
     assert len(whole) == len(by_name["partition"].seeds), "the whole objective is trained once"
 
 
 def test_some_datasets_may_have_another_config(project):
     (project / "configs/own").mkdir()
-    (project / "configs/own/mine.yaml").write_text((project / "configs/node/blocks.yaml").read_text())
+    (project / "configs/own/mine.yaml").write_text(
+        (project / "configs/node/blocks.yaml").read_text()
+    )
     own = {"mine": "configs/own/{dataset}.yaml"}
     table = load_table(write(project, seeds={"blocks": 1, "mine": 1}, configs=own, published=None))
-    assert {c.folder for c in table.cells() if not c.overrides} == {"node/blocks/as-shipped", "own/mine/as-shipped"}
+    assert {c.folder for c in table.cells() if not c.overrides} == {
+        "node/blocks/as-shipped",
+        "own/mine/as-shipped",
+    }
     fill(table, project / "results", "shipped", [80.0, 90.0])
     text = "\n".join(render_table(table, project / "results"))
     assert "Files: `experiments/results/node/`, `experiments/results/own/`;" in text
@@ -118,24 +150,44 @@ def test_some_datasets_may_have_another_config(project):
 def test_settings_that_are_refused_one_by_one(project):
     """Turning off the only loss is refused; with another turned on it is a row like others."""
     off = [f"loss.{name}_weight=0" for name in ("redundancy", "structure", "factor")]
-    table = load_table(write(project, rows={"shipped": [], "modularity alone": [*off, "loss.cluster_weight=1"]}))
+    table = load_table(
+        write(project, rows={"shipped": [], "modularity alone": [*off, "loss.cluster_weight=1"]})
+    )
     name = next(c.folder for c in table.cells() if c.overrides)
     assert "loss.redundancy_weight=0" in name and "loss.structure_weight=0" in name
 
 
 def test_tables_share_runs_and_early_seeds_come_first(project):
     first = load_table(write(project))
-    second = load_table(write(project, "other", rows={"again": [], "more": ["loss.cluster_weight=0.3"]}, against=None, published=None))
+    second = load_table(
+        write(
+            project,
+            "other",
+            rows={"again": [], "more": ["loss.cluster_weight=0.3"]},
+            against=None,
+            published=None,
+        )
+    )
     cells = missing([first, second], project / "results")
     assert len(cells) == 6 and [c.seed for c in cells] == [0, 0, 0, 1, 1, 1]
 
 
 def result(seed: int, test: float, raw: float = 50.0) -> dict[str, Any]:
-    return {"seed": seed, "node": {"val": 1.0, "test": test}, "controls": {"raw": {"node": {"test": raw}}}, "commit": "abc", "config_fingerprint": "x"}
+    return {
+        "seed": seed,
+        "node": {"val": 1.0, "test": test},
+        "controls": {"raw": {"node": {"test": raw}}},
+        "commit": "abc",
+        "config_fingerprint": "x",
+    }
 
 
 def fill(table: Table, folder: Path, row: str, scores: list[float]) -> None:
-    for cell, score in zip([c for c in table.cells() if c.overrides == table.rows[row][c.dataset]], scores, strict=False):
+    for cell, score in zip(
+        [c for c in table.cells() if c.overrides == table.rows[row][c.dataset]],
+        scores,
+        strict=False,
+    ):
         path = cell.path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result(cell.seed, score)))
@@ -150,14 +202,23 @@ def test_a_table_in_markdown(project):
     assert "| **shipped** | 81.50 ± 1.12 (4) |" in text and "| shipped, published | 12.34 |" in text
     assert "| raw features | 50.00 ± 0.00 (4) |" in text
     assert "untrained encoder" not in text, "no row for a control without results"
-    assert "shipped minus with clusters, seed by seed: blocks +1.17 ± 0.44 (3 seeds, p = 0.118)" in text
-    assert "1 of 8 runs are still to be made" in text and "7 of 7 runs were scored by the earlier probe" in text
+    assert (
+        "shipped minus with clusters, seed by seed: blocks +1.17 ± 0.44 (3 seeds, p = 0.118)"
+        in text
+    )
+    assert (
+        "1 of 8 runs are still to be made" in text
+        and "7 of 7 runs were scored by the earlier probe" in text
+    )
 
 
 def test_paired_differences():
     from scipy.stats import ttest_1samp
 
-    ours, other = [result(s, v) for s, v in enumerate([3.0, 4.0, 6.0, 5.0])], [result(s, v) for s, v in enumerate([1.0, 3.5, 4.0])]
+    ours, other = (
+        [result(s, v) for s, v in enumerate([3.0, 4.0, 6.0, 5.0])],
+        [result(s, v) for s, v in enumerate([1.0, 3.5, 4.0])],
+    )
     found = paired(ours, other, "node.test")
     assert found is not None and found.seeds == 3 and found.mean == pytest.approx(1.5)
     assert found.p == pytest.approx(float(ttest_1samp([2.0, 0.5, 2.0], 0).pvalue))
@@ -169,8 +230,13 @@ def test_paired_differences():
 
 def test_rows_may_differ_by_dataset(project):
     seeds = {"blocks": 1, "more": 1}
-    (project / "configs/node/more.yaml").write_text((project / "configs/node/blocks.yaml").read_text())
-    rows = {"shipped": [], "weighted": {"blocks": ["loss.cluster_weight=0.3"], "more": "loss.cluster_weight=0.4"}}
+    (project / "configs/node/more.yaml").write_text(
+        (project / "configs/node/blocks.yaml").read_text()
+    )
+    rows = {
+        "shipped": [],
+        "weighted": {"blocks": ["loss.cluster_weight=0.3"], "more": "loss.cluster_weight=0.4"},
+    }
     table = load_table(write(project, seeds=seeds, rows=rows, published=None, against=None))
     assert [(c.dataset, c.overrides) for c in table.cells()] == [
         ("blocks", ()),
@@ -179,14 +245,34 @@ def test_rows_may_differ_by_dataset(project):
         ("more", ("loss.cluster_weight=0.4",)),
     ]
     fill(table, project / "results", "weighted", [80.0, 90.0])
-    assert "| **weighted** | 80.00 (1) | 90.00 (1) |" in "\n".join(render_table(table, project / "results"))
+    assert "| **weighted** | 80.00 (1) | 90.00 (1) |" in "\n".join(
+        render_table(table, project / "results")
+    )
     with pytest.raises(UserError, match=r"rows\.weighted has nothing for more"):
-        load_table(write(project, seeds=seeds, rows=rows | {"weighted": {"blocks": []}}, published=None, against=None))
+        load_table(
+            write(
+                project,
+                seeds=seeds,
+                rows=rows | {"weighted": {"blocks": []}},
+                published=None,
+                against=None,
+            )
+        )
 
 
 def test_cells_of_one_run_directory_take_turns(project):
     plain = load_table(write(project))
-    extra = load_table(write(project, "views", extra="views", scores={"views.f1.test": "F1"}, against=None, published=None, controls=False))
+    extra = load_table(
+        write(
+            project,
+            "views",
+            extra="views",
+            scores={"views.f1.test": "F1"},
+            against=None,
+            published=None,
+            controls=False,
+        )
+    )
     cells = [*plain.cells(), *extra.cells()]
     assert len({(c.run_folder, c.seed) for c in cells}) == len(cells) / 2
     at_work: set[str] = set()
@@ -203,20 +289,33 @@ def test_cells_of_one_run_directory_take_turns(project):
             at_work.remove(key)
         return 0, ""
 
-    assert make(cells, project / "results", project / "runs", 4, execute, lambda done, total, what: None) == []
+    assert (
+        make(
+            cells, project / "results", project / "runs", 4, execute, lambda done, total, what: None
+        )
+        == []
+    )
     assert len(most) == len(cells) and max(most) > 1
 
 
 def test_kept_processes(project, monkeypatch):
-    """Two commands in one process; a process that dies fails its command alone and is replaced; none outlives the command."""
+    """Two commands in one process; a process that dies fails its command alone and is replaced;
+    none outlives the command.
+    """
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     table = load_table(write(project))
-    commands = [cell_command(cell, project / "results", project / "runs") for cell in table.cells()[:2]]
+    commands = [
+        cell_command(cell, project / "results", project / "runs") for cell in table.cells()[:2]
+    ]
     before = set(psutil.Process().children())
 
     def workers() -> list[psutil.Process]:
-        return [p for p in psutil.Process().children() if p not in before and "spawn_main" in " ".join(p.cmdline())]
+        return [
+            p
+            for p in psutil.Process().children()
+            if p not in before and "spawn_main" in " ".join(p.cmdline())
+        ]
 
     kept = KeptProcesses()
     try:
@@ -224,8 +323,14 @@ def test_kept_processes(project, monkeypatch):
         (child,) = workers()
         assert kept([*commands[1], "--set=loss.cluster_wait=1"])[0] == 2 and workers() == [child]
         (project / "in the way").write_text("")
-        code, said = kept(cell_command(table.cells()[1], project / "in the way", project / "runs"))  # a fault nobody foresaw
-        assert code == 1 and said.rstrip().splitlines()[-1].startswith("NotADirectoryError") and workers() == [child]
+        code, said = kept(
+            cell_command(table.cells()[1], project / "in the way", project / "runs")
+        )  # a fault nobody foresaw
+        assert (
+            code == 1
+            and said.rstrip().splitlines()[-1].startswith("NotADirectoryError")
+            and workers() == [child]
+        )
         child.kill()
         code, said = kept(commands[1])
         assert code == 1 and "out of memory" in said
@@ -238,8 +343,18 @@ def test_kept_processes(project, monkeypatch):
 
 
 def test_the_number_of_workers_names_a_row(project):
-    table = load_table(write(project, rows={"one": [], "two": ["resources.num_workers=2"]}, published=None, against=None))
-    assert {c.folder.rpartition("/")[2] for c in table.cells()} == {"as-shipped", "resources.num_workers=2"}
+    table = load_table(
+        write(
+            project,
+            rows={"one": [], "two": ["resources.num_workers=2"]},
+            published=None,
+            against=None,
+        )
+    )
+    assert {c.folder.rpartition("/")[2] for c in table.cells()} == {
+        "as-shipped",
+        "resources.num_workers=2",
+    }
 
 
 def test_a_failing_run_does_not_stop_the_others(project):
@@ -251,7 +366,14 @@ def test_a_failing_run_does_not_stop_the_others(project):
         is_bad = f"--seed={bad.seed}" in command and command[-1] == f"--set={bad.overrides[-1]}"
         return (2, "trace\nerror: no such thing\n") if is_bad else (0, "")
 
-    failed = make(cells, project / "results", project / "runs", 2, execute, lambda done, total, what: seen.append((done, total)))
+    failed = make(
+        cells,
+        project / "results",
+        project / "runs",
+        2,
+        execute,
+        lambda done, total, what: seen.append((done, total)),
+    )
     assert [(cell, said) for cell, said in failed] == [(bad, "error: no such thing")]
     assert seen[-1] == (4, 4)
 
@@ -260,7 +382,9 @@ def test_splits_with_few_labels():
     y = torch.arange(2000) % 4
     split = ratio_split(y, 0.05, seed=0)
     assert (int(split.train.sum()), int(split.val.sum()), int(split.test.sum())) == (100, 0, 1900)
-    assert not bool((split.train & split.val | split.train & split.test | split.val & split.test).any())
+    assert not bool(
+        (split.train & split.val | split.train & split.test | split.val & split.test).any()
+    )
     assert not torch.equal(split.train, ratio_split(y, 0.05, seed=1).train)
 
 
@@ -285,26 +409,47 @@ def test_a_table_end_to_end(project, capsys):
     ]
     body = json.loads(files[2].read_text())
     assert list(body["few_labels"]) == ["5"]
-    assert body["command"] == "cimage pretrain configs/node/blocks.yaml loss.cluster_weight=0.2 run.seed=0" and body["node"]["test"] > 0
+    assert (
+        body["command"]
+        == "cimage pretrain configs/node/blocks.yaml loss.cluster_weight=0.2 run.seed=0"
+        and body["node"]["test"] > 0
+    )
     text = (project / "docs/RESULTS.md").read_text()
     assert "| **with clusters** |" in text and text.endswith("after\n")
     before = {f: f.stat().st_mtime_ns for f in files}
     capsys.readouterr()
     assert main(["small", "--json", "--quiet"]) == 0
-    assert json.loads(capsys.readouterr().out)["made"] == 0 and {f: f.stat().st_mtime_ns for f in files} == before
+    assert (
+        json.loads(capsys.readouterr().out)["made"] == 0
+        and {f: f.stat().st_mtime_ns for f in files} == before
+    )
     config = project / "configs/node/blocks.yaml"
     config.write_text(config.read_text().replace('"epochs": 4', '"epochs": 5'))
     assert main(["small", "--list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["outdated"] == ["node/blocks/as-shipped", "node/blocks/loss.cluster_weight=0.2"]
+    assert json.loads(capsys.readouterr().out)["outdated"] == [
+        "node/blocks/as-shipped",
+        "node/blocks/loss.cluster_weight=0.2",
+    ]
 
 
 def test_extras_end_to_end(project, capsys):
-    write(project, "low", rows={"ours": []}, seeds={"blocks": 1}, extra="low_labels", against=None, published=None, controls=False)
+    write(
+        project,
+        "low",
+        rows={"ours": []},
+        seeds={"blocks": 1},
+        extra="low_labels",
+        against=None,
+        published=None,
+        controls=False,
+    )
     assert main(["low", "--jobs", "1", "--quiet"]) == 0, capsys.readouterr()
     file = project / "experiments/results/node/blocks/as-shipped~low_labels/seed-0.json"
     low = json.loads(file.read_text())["low_labels"]
     assert all(list(row) == ["ours", "smoothed", "pagerank", "gcn"] for row in low.values())
-    assert set(low) == {"1", "2", "5", "10"} and all(0 < v <= 100 for row in low.values() for v in row.values())
+    assert set(low) == {"1", "2", "5", "10"} and all(
+        0 < v <= 100 for row in low.values() for v in row.values()
+    )
     again = json.loads(file.read_text())["command"]
     assert again.startswith("python -m experiments.work ") and work.main(again.split()[3:]) == 0
     assert (project / "runs/again/node/blocks/as-shipped~low_labels/seed-0.json").is_file()
@@ -312,7 +457,11 @@ def test_extras_end_to_end(project, capsys):
 
 
 def test_mistakes_on_the_command_line(project, capsys):
-    for words, said in ((["none"], "No table"), (["--seeds", "0"], "--seeds"), (["--jobs", "-1"], "--jobs")):
+    for words, said in (
+        (["none"], "No table"),
+        (["--seeds", "0"], "--seeds"),
+        (["--jobs", "-1"], "--jobs"),
+    ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
 
@@ -325,15 +474,35 @@ def test_graphs_without_classes_have_no_low_label_table(project):
 
 
 def test_cells_name_their_run():
-    cell = Cell("configs/node/cora.yaml", "cora", ("model.teleport=0.9", "cluster.from=x/y"), 3, "views")
-    assert cell.folder == "node/cora/cluster.from=x-y+model.teleport=0.9~views" and cell.path(Path("r")).name == "seed-3.json"
-    assert Cell("configs/paper/node/cora.yaml", "cora", (), 0).folder == "paper-node/cora/as-shipped"
+    cell = Cell(
+        "configs/node/cora.yaml", "cora", ("model.teleport=0.9", "cluster.from=x/y"), 3, "views"
+    )
+    assert (
+        cell.folder == "node/cora/cluster.from=x-y+model.teleport=0.9~views"
+        and cell.path(Path("r")).name == "seed-3.json"
+    )
+    assert (
+        Cell("configs/paper/node/cora.yaml", "cora", (), 0).folder == "paper-node/cora/as-shipped"
+    )
 
 
 def test_recorded_commands():
     plain = Cell("configs/node/cora.yaml", "cora", ("loss.cluster_weight=0.7",), 3)
-    assert plain.command() == "cimage pretrain configs/node/cora.yaml loss.cluster_weight=0.7 run.seed=3"
-    several = Cell("configs/node/cora.yaml", "cora", ("sampler.fanouts=[5,5,5,5,5,5]", "resources.num_workers=2"), 0)
-    assert several.command().endswith("yaml resources.num_workers=2 sampler.fanouts=[5,5,5,5,5,5] run.seed=0 --on ray")
+    assert (
+        plain.command()
+        == "cimage pretrain configs/node/cora.yaml loss.cluster_weight=0.7 run.seed=3"
+    )
+    several = Cell(
+        "configs/node/cora.yaml",
+        "cora",
+        ("sampler.fanouts=[5,5,5,5,5,5]", "resources.num_workers=2"),
+        0,
+    )
+    assert several.command().endswith(
+        "yaml resources.num_workers=2 sampler.fanouts=[5,5,5,5,5,5] run.seed=0 --on ray"
+    )
     views = Cell("configs/node/cora.yaml", "cora", (), 1, "views")
-    assert views.command() == ("python -m experiments.work configs/node/cora.yaml cora --results=runs/again --runs=runs/experiments --seed=1 --extra=views")
+    assert views.command() == (
+        "python -m experiments.work configs/node/cora.yaml cora --results=runs/again "
+        "--runs=runs/experiments --seed=1 --extra=views"
+    )

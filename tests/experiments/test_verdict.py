@@ -25,7 +25,10 @@ def table(rows: Sequence[str] = ("ours",), **changes: Any) -> Table:
         "note": "",
         "config": "configs/node/{dataset}.yaml",
         "seeds": {"cora": 4},
-        "rows": {name: {"cora": (f"loss.cluster_weight={1 + at}",) if at else ()} for at, name in enumerate(rows)},
+        "rows": {
+            name: {"cora": (f"loss.cluster_weight={1 + at}",) if at else ()}
+            for at, name in enumerate(rows)
+        },
         "scores": {"node.test": "", "node.val": "validation"},
     }
     return Table(name="t", **(body | changes))
@@ -41,56 +44,95 @@ def fill(table: Table, results: Path, scores: dict[str, Sequence[float]], **more
         row = next(name for name, found in table.rows.items() if found["cora"] == cell.overrides)
         path = cell.path(results)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"seed": cell.seed, "node": {"test": scores[row][cell.seed], "val": 1.0}, **more}))
+        path.write_text(
+            json.dumps(
+                {"seed": cell.seed, "node": {"test": scores[row][cell.seed], "val": 1.0}, **more}
+            )
+        )
 
 
 def test_published_numbers_and_the_best_control(tmp_path):
     ours = table(controls=True, published={"ours": {"cora": [84.0, 50.0]}})
-    fill(ours, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0]}, controls={"raw": {"node": {"test": 60.0}}, "smoothed": {"node": {"test": 81.0}}})
+    fill(
+        ours,
+        tmp_path,
+        {"ours": [80.0, 82.0, 81.0, 83.0]},
+        controls={"raw": {"node": {"test": 60.0}}, "smoothed": {"node": {"test": 81.0}}},
+    )
     half = float(t.ppf(0.975, 3)) * (5 / 3) ** 0.5 / 2
     assert verdict([ours], tmp_path) == [
         "T: Cora 81.50, 2.50 below the published 84.00.",
-        f"T: Minus the best control, seed by seed: cora +0.50 [{0.5 - half:+.2f}, {0.5 + half:+.2f}] (smoothed features).",
+        f"T: Minus the best control, seed by seed: cora +0.50 [{0.5 - half:+.2f}, "
+        f"{0.5 + half:+.2f}] (smoothed features).",
     ]
     assert verdict([ours], tmp_path / "nowhere") == []
 
 
 def test_the_best_control_is_chosen_by_its_pool_score(tmp_path):
     ours = table(controls=True, published={"ours": {"cora": [84.0, 50.0]}})
-    controls = {"smoothed": {"node": {"test": 82.0, "pool": 70.0}}, "pagerank": {"node": {"test": 81.0, "pool": 75.0}}}
+    controls = {
+        "smoothed": {"node": {"test": 82.0, "pool": 70.0}},
+        "pagerank": {"node": {"test": 81.0, "pool": 75.0}},
+    }
     fill(ours, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0]}, controls=controls)
     assert verdict([ours], tmp_path)[1].endswith("(features after PageRank).")
 
 
 def test_rows_against_one(tmp_path):
     rows = table(("ours", "same", "worse"), against="ours")
-    fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "same": [81.0, 81.5, 81.5, 82.0], "worse": [70.0, 72.1, 71.0, 73.1]})
+    fill(
+        rows,
+        tmp_path,
+        {
+            "ours": [80.0, 82.0, 81.0, 83.0],
+            "same": [81.0, 81.5, 81.5, 82.0],
+            "worse": [70.0, 72.1, 71.0, 73.1],
+        },
+    )
     (said,) = verdict([rows], tmp_path)
-    assert said.startswith("T: 2 comparisons: 1 differs, 1 undecided; ours minus same: cora +0.00 [")
-    assert "] undecided; " in said and said.endswith("]; ours minus worse: cora +9.95 [+9.86, +10.04] differs.".replace("]; ", "", 1))
+    assert said.startswith(
+        "T: 2 comparisons: 1 differs, 1 undecided; ours minus same: cora +0.00 ["
+    )
+    assert "] undecided; " in said and said.endswith(
+        "]; ours minus worse: cora +9.95 [+9.86, +10.04] differs.".replace("]; ", "", 1)
+    )
     (said,) = verdict([table(("ours", "same"), against="ours")], tmp_path)
     assert said.startswith("T: 1 comparison: 1 undecided; ours minus same: cora ")
     many = [f"row {at}" for at in range(9)]
     wide = table(("ours", "worse", *many), against="ours")
     noise = {name: [80.0 + at % 3, 81.0, 82.0, 83.0 - at % 2] for at, name in enumerate(many)}
-    fill(wide, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1]} | noise)
-    assert verdict([wide], tmp_path) == ["T: 10 comparisons: 1 differs, 9 undecided; ours minus worse: cora +9.95 [+9.86, +10.04] differs."], (
-        "of many only those that differ"
+    fill(
+        wide,
+        tmp_path,
+        {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1]} | noise,
     )
+    assert verdict([wide], tmp_path) == [
+        "T: 10 comparisons: 1 differs, 9 undecided; ours minus worse: cora +9.95 [+9.86, "
+        "+10.04] differs."
+    ], "of many only those that differ"
 
 
 def test_holm_is_stricter_than_the_level_and_milder_than_bonferroni():
-    comparisons = [Comparison("cora", str(at), Paired(5, 1.0, 1.0, p)) for at, p in enumerate([0.011, 0.04, 0.03, 0.02, None])]
-    assert stands_out(comparisons) == [True, False, False, False, False], "0.011 < 0.05 / 4, then 0.02 > 0.05 / 3"
+    comparisons = [
+        Comparison("cora", str(at), Paired(5, 1.0, 1.0, p))
+        for at, p in enumerate([0.011, 0.04, 0.03, 0.02, None])
+    ]
+    assert stands_out(comparisons) == [True, False, False, False, False], (
+        "0.011 < 0.05 / 4, then 0.02 > 0.05 / 3"
+    )
     comparisons[3] = Comparison("cora", "3", Paired(5, 1.0, 1.0, 0.016))
-    assert stands_out(comparisons) == [True, False, False, True, False], "0.016 < 0.05 / 3 but not 0.05 / 4"
+    assert stands_out(comparisons) == [True, False, False, True, False], (
+        "0.016 < 0.05 / 3 but not 0.05 / 4"
+    )
 
 
 def test_rows_equal_within_the_margin(tmp_path):
     rows = table(("ours", "close"), against="ours")
     fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "close": [80.1, 81.9, 81.1, 82.9]})
     (said,) = verdict([rows], tmp_path)
-    assert said.startswith("T: 1 comparison: 1 equal within 0.5 (TOST p<0.05); ours minus close: cora ")
+    assert said.startswith(
+        "T: 1 comparison: 1 equal within 0.5 (TOST p<0.05); ours minus close: cora "
+    )
     assert said.endswith("] equal within 0.5 (TOST p<0.05).")
     assert "TOST" in HOW_TO_READ and "public split" in HOW_TO_READ
 
@@ -102,15 +144,29 @@ def test_tost_is_the_larger_of_two_one_sided_tests():
     below = ttest_1samp(gap, MARGIN, alternative="less").pvalue
     assert equivalence(found) == pytest.approx(max(above, below))
     assert equivalence(Paired(2, 0.0, 0.1, None)) is None, "two seeds decide nothing"
-    assert equivalence(Paired(5, 0.2, 0.0, None)) == 0.0 and equivalence(Paired(5, 0.7, 0.0, None)) == 1.0
+    assert (
+        equivalence(Paired(5, 0.2, 0.0, None)) == 0.0
+        and equivalence(Paired(5, 0.7, 0.0, None)) == 1.0
+    )
     wide = Paired(5, 0.0, 1.0, 1.0)
-    assert equal([Comparison("cora", "a", found), Comparison("cora", "b", wide)]) == [True, False], "no difference found is not equality"
+    assert equal([Comparison("cora", "a", found), Comparison("cora", "b", wide)]) == [
+        True,
+        False,
+    ], "no difference found is not equality"
 
 
 def test_a_row_that_says_what_another_says_is_not_compared(tmp_path):
     rows = table(("ours", "worse"), against="ours")
     rows = dataclasses.replace(rows, rows=rows.rows | {"again": {"cora": ("data.name=cora",)}})
-    fill(rows, tmp_path, {"ours": [80.0, 82.0, 81.0, 83.0], "worse": [70.0, 72.1, 71.0, 73.1], "again": [80.0, 82.0, 81.0, 83.0]})
+    fill(
+        rows,
+        tmp_path,
+        {
+            "ours": [80.0, 82.0, 81.0, 83.0],
+            "worse": [70.0, 72.1, 71.0, 73.1],
+            "again": [80.0, 82.0, 81.0, 83.0],
+        },
+    )
     (said,) = verdict([rows], tmp_path)
     assert said.startswith("T: 1 comparison: 1 differs") and "again" not in said
 
@@ -132,10 +188,20 @@ def test_few_labels(tmp_path):
         path = cell.path(tmp_path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            json.dumps({"seed": cell.seed, "low_labels": {"1": {"ours": 70.0 + cell.seed, "gcn": 60.0 + cell.seed}, "10": {"ours": 80.0, "gcn": None}}})
+            json.dumps(
+                {
+                    "seed": cell.seed,
+                    "low_labels": {
+                        "1": {"ours": 70.0 + cell.seed, "gcn": 60.0 + cell.seed},
+                        "10": {"ours": 80.0, "gcn": None},
+                    },
+                }
+            )
         )
     assert verdict([few], tmp_path) == ["T: Cora, probe minus GCN +10.00 [+10.00, +10.00] at 1%."]
     for cell in few.cells():
         row = {"ours": 70.0 + cell.seed, "gcn": None, "pagerank": 69.0 + cell.seed}
         cell.path(tmp_path).write_text(json.dumps({"seed": cell.seed, "low_labels": {"1": row}}))
-    assert verdict([few], tmp_path) == ["T: Cora, probe minus features after PageRank +1.00 [+1.00, +1.00] at 1%."]
+    assert verdict([few], tmp_path) == [
+        "T: Cora, probe minus features after PageRank +1.00 [+1.00, +1.00] at 1%."
+    ]

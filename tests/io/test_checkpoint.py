@@ -111,7 +111,9 @@ def test_optimizer_state_round_trip():
     other = torch.optim.Adam([torch.nn.Parameter(w.detach().clone()) for w in weights], lr=0.5)
     checkpoint.unpack_optimizer(other, slots, json.loads(json.dumps(groups)))
     assert json.dumps(other.state_dict()["param_groups"]) == json.dumps(groups)
-    for a, b in zip(optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True):
+    for a, b in zip(
+        optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -149,4 +151,6 @@ def test_kill_during_checkpointing_leaves_only_whole_checkpoints(tmp_path, delay
 @pytest.mark.slow
 def test_kill_during_checkpointing_twenty_times(tmp_path):
     for i in range(20):
-        kill_while_writing(tmp_path / str(i % 3), 0.003 + 0.017 * i)  # some folders already hold leftovers of earlier kills
+        kill_while_writing(
+            tmp_path / str(i % 3), 0.003 + 0.017 * i
+        )  # some folders already hold leftovers of earlier kills

@@ -1,4 +1,6 @@
-"""The factor reconstruction term (§5.3) against hand-computed values, and what it does to gradients."""
+"""The factor reconstruction term (§5.3) against hand-computed values, and what it does to
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.settings import ROUTING
 
 FIRST = torch.tensor([True, False, False])  # factor 0 is the context, 1 and 2 are the others
 
-# One node, three factors of two channels. Factor 0: cosine 0. Factor 1: 45 degrees. Factor 2: opposite.
+# One node, three factors of two channels. Factor 0: cosine 0. Factor 1: 45 degrees. Factor 2:
+# opposite.
 Z = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]], dtype=torch.float64)
 PREDICTED = torch.tensor([[[0.0, 3.0], [1.0, 1.0], [0.0, -1.0]]], dtype=torch.float64)
 
@@ -54,12 +57,16 @@ def test_code_direction_predicts_the_scored_factors(cosine):
 @pytest.mark.parametrize("power", [1, 2, 3])
 def test_power_is_taken_before_the_mean(power):
     cfg = LossConfig(sce_power=power, factor_cosine="per_factor")
-    assert float(factor_loss(Z, PREDICTED, FIRST, cfg).total) == pytest.approx(((1 - 1 / math.sqrt(2)) ** power + 2**power) / 2, abs=1e-12)
+    assert float(factor_loss(Z, PREDICTED, FIRST, cfg).total) == pytest.approx(
+        ((1 - 1 / math.sqrt(2)) ** power + 2**power) / 2, abs=1e-12
+    )
 
 
 def test_a_perfect_prediction_costs_nothing_at_any_scale_and_rounding_cannot_make_it_negative():
     z = torch.randn(50, 4, 3)
-    loss = factor_loss(z, 7.0 * z, torch.tensor([True, False, True, False]), LossConfig(sce_power=1))
+    loss = factor_loss(
+        z, 7.0 * z, torch.tensor([True, False, True, False]), LossConfig(sce_power=1)
+    )
     assert 0.0 <= float(loss.value()) < 1e-6  # float32
 
 
@@ -89,7 +96,10 @@ def test_only_target_factors_of_the_prediction_matter():
 def test_stop_gradient_blocks_the_target_and_nothing_else():
     z, predicted = random_case()
     context = torch.tensor([True, False, True, False])
-    free, stopped = (factor_loss(z, predicted, context, LossConfig(factor_target=kind)).total for kind in ("self", "detached"))
+    free, stopped = (
+        factor_loss(z, predicted, context, LossConfig(factor_target=kind)).total
+        for kind in ("self", "detached")
+    )
     assert free.item() == stopped.item()
     with_target = torch.autograd.grad(free, (z, predicted))
     without_target = torch.autograd.grad(stopped, (z, predicted), allow_unused=True)
@@ -103,12 +113,18 @@ def test_gradients_are_those_of_the_formula(cosine, power):
     z, predicted = random_case(n=3)
     context = torch.tensor([True, False, True, False])
     cfg = LossConfig(factor_cosine=cosine, sce_power=power)
-    assert torch.autograd.gradcheck(lambda a, b: factor_loss(a, b, context, cfg).total, (z, predicted))
+    assert torch.autograd.gradcheck(
+        lambda a, b: factor_loss(a, b, context, cfg).total, (z, predicted)
+    )
 
 
 def test_gradcheck_through_the_decoder():
     torch.manual_seed(0)
-    decoder = FactorDecoder(ModelConfig(num_factors=4, factor_dim=3, factor_hidden=5, factor_layers=2, factor_dropout=0.0)).double()
+    decoder = FactorDecoder(
+        ModelConfig(
+            num_factors=4, factor_dim=3, factor_hidden=5, factor_layers=2, factor_dropout=0.0
+        )
+    ).double()
     context = torch.tensor([True, False, True, False])
     z, _ = random_case(n=3)
 
@@ -123,10 +139,17 @@ def test_zero_rows_have_finite_gradients():
     loss = factor_loss(z, predicted, FIRST, LossConfig(sce_power=2))
     loss.total.backward()
     assert loss.value().item() == 1.0
-    assert z.grad is not None and torch.isfinite(z.grad).all() and predicted.grad is not None and torch.isfinite(predicted.grad).all()
+    assert (
+        z.grad is not None
+        and torch.isfinite(z.grad).all()
+        and predicted.grad is not None
+        and torch.isfinite(predicted.grad).all()
+    )
 
 
-@pytest.mark.parametrize("context", [torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)])
+@pytest.mark.parametrize(
+    "context", [torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)]
+)
 @pytest.mark.parametrize("direction", ["paper", "code"])
 def test_an_empty_side_gives_zero_with_zero_gradients(context, direction):
     z, predicted = random_case()
@@ -139,7 +162,9 @@ def test_an_empty_side_gives_zero_with_zero_gradients(context, direction):
 
 def test_decoder_sees_visible_factors_only():
     torch.manual_seed(0)
-    decoder = FactorDecoder(ModelConfig(num_factors=3, factor_dim=2, factor_hidden=7, factor_layers=3)).eval()
+    decoder = FactorDecoder(
+        ModelConfig(num_factors=3, factor_dim=2, factor_hidden=7, factor_layers=3)
+    ).eval()
     visible = torch.tensor([True, False, True])
     z = torch.randn(4, 3, 2)
     changed = z.clone()
@@ -166,7 +191,9 @@ def toy_batch() -> StepBatch:
     )
 
 
-def objective_gradients(cfg: Config, context: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def objective_gradients(
+    cfg: Config, context: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = build_model(6, cfg).train()
     scores = CIScores(context.double(), context, 0.0, 0.0, context.double(), 0, "test")
     terms = loss_terms(model, toy_batch(), cfg, scores, Comm())
@@ -176,11 +203,24 @@ def objective_gradients(cfg: Config, context: torch.Tensor) -> tuple[dict[str, t
 
 @pytest.mark.parametrize("full", [True, False])
 def test_every_parameter_of_the_model_is_attached_when_a_context_is_empty(full):
-    """The encoder and the factor decoder get zero gradients, not missing ones: DDP waits for every parameter."""
-    cfg = load_config(overrides=[*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.factor_hidden=8", "model.dropout=0", "loss.factor_weight=1"])
+    """The encoder and the factor decoder get zero gradients, not missing ones: DDP waits for every
+    parameter.
+    """
+    cfg = load_config(
+        overrides=[
+            *ROUTING,
+            "model.num_factors=4",
+            "model.factor_dim=3",
+            "model.factor_hidden=8",
+            "model.dropout=0",
+            "loss.factor_weight=1",
+        ]
+    )
     terms, grads = objective_gradients(cfg, torch.full((4,), full))
     assert float(terms["factor"]) == 0.0
-    assert {name for name in grads if name.startswith("factors.")} == {f"factors.layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
+    assert {name for name in grads if name.startswith("factors.")} == {
+        f"factors.layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
+    }
     assert {name for name in grads if name.startswith("encoder.")} == {
         "encoder.linear.weight",
         "encoder.linear.bias",
@@ -192,9 +232,22 @@ def test_every_parameter_of_the_model_is_attached_when_a_context_is_empty(full):
 
 @pytest.mark.parametrize("direction", ["paper", "code"])
 def test_the_step_gives_the_decoder_the_right_side(direction):
-    """The hidden factors are the target of the loss and invisible to the decoder, in either direction."""
-    cfg = load_config(overrides=[*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.factor_hidden=8", "model.dropout=0", "model.factor_dropout=0"])
-    cfg = dataclasses.replace(cfg, loss=LossConfig(factor_weight=1.0, redundancy_weight=0.0, factor_direction=direction))
+    """The hidden factors are the target of the loss and invisible to the decoder, in either
+    direction.
+    """
+    cfg = load_config(
+        overrides=[
+            *ROUTING,
+            "model.num_factors=4",
+            "model.factor_dim=3",
+            "model.factor_hidden=8",
+            "model.dropout=0",
+            "model.factor_dropout=0",
+        ]
+    )
+    cfg = dataclasses.replace(
+        cfg, loss=LossConfig(factor_weight=1.0, redundancy_weight=0.0, factor_direction=direction)
+    )
     context = torch.tensor([True, True, False, False])
     seen: list[torch.Tensor] = []
     model = build_model(6, cfg).train()

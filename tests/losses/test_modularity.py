@@ -19,7 +19,9 @@ def symmetric_edges(num_nodes: int = 40, probability: float = 0.15, seed: int = 
 
 
 def embeddings(num_nodes: int = 40, width: int = 6, seed: int = 1) -> torch.Tensor:
-    z = torch.randn(num_nodes, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    z = torch.randn(
+        num_nodes, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     z[3] = 0.0  # a zero row stays zero
     return z
 
@@ -33,31 +35,49 @@ def dense(edges: EdgeList) -> np.ndarray:
 
 def test_sparse_equals_dense_trace() -> None:
     edges, z = symmetric_edges(), embeddings()
-    assert abs(float(modularity_full(z, edges)) - reference.dense_modularity(z.numpy(), dense(edges))) < 1e-10
+    assert (
+        abs(float(modularity_full(z, edges)) - reference.dense_modularity(z.numpy(), dense(edges)))
+        < 1e-10
+    )
 
 
 def test_edge_weights_count_as_multiplicity() -> None:
     edges, z = symmetric_edges(), embeddings()
-    weighted = EdgeList(edges.src, edges.dst, 40, 1.0 + ((edges.src + edges.dst) % 3).to(torch.float64))
-    assert abs(float(modularity_full(z, weighted)) - reference.dense_modularity(z.numpy(), dense(weighted))) < 1e-10
+    weighted = EdgeList(
+        edges.src, edges.dst, 40, 1.0 + ((edges.src + edges.dst) % 3).to(torch.float64)
+    )
+    assert (
+        abs(
+            float(modularity_full(z, weighted))
+            - reference.dense_modularity(z.numpy(), dense(weighted))
+        )
+        < 1e-10
+    )
 
 
 @pytest.mark.parametrize("is_symmetric", [False, True])
 def test_gradient_of_the_full_form(is_symmetric: bool) -> None:
     edges = symmetric_edges(12, 0.3)
     z = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
-    # The value holds sg() terms, so compare with the plain autograd of the dense trace and not with finite differences of the worker loss.
+    # The value holds sg() terms, so compare with the plain autograd of the dense trace and not with
+    # finite differences of the worker loss.
     (got,) = torch.autograd.grad(modularity_full(z, edges, is_symmetric=is_symmetric), z)
     adjacency = torch.from_numpy(dense(edges))
     degree, unit = adjacency.sum(0), unit_rows(z)
-    (expected,) = torch.autograd.grad(-((adjacency - torch.outer(degree, degree) / degree.sum()) * (unit @ unit.T)).sum() / degree.sum(), z)
+    (expected,) = torch.autograd.grad(
+        -((adjacency - torch.outer(degree, degree) / degree.sum()) * (unit @ unit.T)).sum()
+        / degree.sum(),
+        z,
+    )
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-14)
 
 
 def test_unsorted_one_sided_edges_have_the_right_gradient() -> None:
     """A rank may hold one direction only: the share of edges is then not symmetric."""
     edges = symmetric_edges(12, 0.3)
-    order = torch.randperm(edges.src.numel(), generator=torch.Generator().manual_seed(0))[: edges.src.numel() // 2]
+    order = torch.randperm(edges.src.numel(), generator=torch.Generator().manual_seed(0))[
+        : edges.src.numel() // 2
+    ]
     part = EdgeList(edges.src[order], edges.dst[order], 12)
     z = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
     unit = unit_rows(z)
@@ -65,7 +85,12 @@ def test_unsorted_one_sided_edges_have_the_right_gradient() -> None:
     two_m = part.src.numel()
     plain = -((unit[part.src] * unit[part.dst]).sum() - s @ s / two_m) / two_m
     torch.testing.assert_close(modularity_full(z, part), plain)
-    torch.testing.assert_close(torch.autograd.grad(modularity_full(z, part), z)[0], torch.autograd.grad(plain, z)[0], rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        torch.autograd.grad(modularity_full(z, part), z)[0],
+        torch.autograd.grad(plain, z)[0],
+        rtol=0,
+        atol=1e-14,
+    )
 
 
 def test_equal_embeddings_score_zero() -> None:
@@ -83,7 +108,9 @@ def test_edge_batches_are_unbiased(is_symmetric: bool) -> None:
     draws = torch.tensor(
         [
             float(modularity_edges(z[edges.src[e]], z[edges.dst[e]], is_symmetric=is_symmetric))
-            for e in (torch.randint(0, edges.src.numel(), (32,), generator=generator) for _ in range(4000))
+            for e in (
+                torch.randint(0, edges.src.numel(), (32,), generator=generator) for _ in range(4000)
+            )
         ],
         dtype=torch.float64,
     )
@@ -96,7 +123,11 @@ def test_edge_batch_gradient_equals_plain_autograd() -> None:
     total = x.sum(0)
     plain = -(x * y).sum(1).mean() + (total @ total - (x * x).sum()) / (9 * 8)
     torch.testing.assert_close(modularity_edges(u, v), plain)
-    for got, expected in zip(torch.autograd.grad(modularity_edges(u, v), (u, v)), torch.autograd.grad(plain, (u, v)), strict=True):
+    for got, expected in zip(
+        torch.autograd.grad(modularity_edges(u, v), (u, v)),
+        torch.autograd.grad(plain, (u, v)),
+        strict=True,
+    ):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-15)
 
 

@@ -30,7 +30,9 @@ def test_mean_of_nothing_is_zero():
 
 
 def test_decoder_is_symmetric_in_the_pair_and_has_the_asked_layers():
-    decoder = StructureDecoder(ModelConfig(num_factors=2, factor_dim=3, structure_layers=3, structure_hidden=5)).eval()
+    decoder = StructureDecoder(
+        ModelConfig(num_factors=2, factor_dim=3, structure_layers=3, structure_hidden=5)
+    ).eval()
     assert [tuple(layer.weight.shape) for layer in decoder.layers] == [(5, 6), (5, 5), (1, 5)]
     z = torch.randn(4, 2, 3)
     pairs = torch.tensor([[0, 1], [2, 3]])

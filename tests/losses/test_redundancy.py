@@ -1,4 +1,6 @@
-"""Redundancy loss: equals the formula written out, its gradients autograd's, and nothing breaks at the edges."""
+"""Redundancy loss: equals the formula written out, its gradients autograd's, and nothing breaks at
+the edges.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ def views(n: int = 60, width: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(width, width, dtype=torch.float64, generator=generator)
     shared = torch.randn(n, width, dtype=torch.float64, generator=generator) @ mix + 5
-    za, zb = (shared + 0.3 * torch.randn(n, width, dtype=torch.float64, generator=generator) for _ in range(2))
+    za, zb = (
+        shared + 0.3 * torch.randn(n, width, dtype=torch.float64, generator=generator)
+        for _ in range(2)
+    )
     return za.requires_grad_(), zb.requires_grad_()
 
 
@@ -37,7 +42,9 @@ def naive(
         if labels is None or first is None:
             penalty = penalty + (corr - torch.eye(width)).square().sum()
             continue
-        rest = torch.cat([z[labels == c] - z[labels == c].mean(0) for c in labels[labels >= 0].unique()])
+        rest = torch.cat(
+            [z[labels == c] - z[labels == c].mean(0) for c in labels[labels >= 0].unique()]
+        )
         block = rest[:, first].T @ rest[:, ~first] / rest.shape[0]
         penalty = penalty + (corr.diagonal() - 1).square().sum() + 2 * block.square().sum()
     return (mu * penalty - (za * zb).mean(0).sum()) / width
@@ -45,7 +52,9 @@ def naive(
 
 def compare(got: Tensor, wanted: Tensor, inputs: tuple[Tensor, ...]) -> None:
     assert got.item() == pytest.approx(wanted.item(), rel=0, abs=1e-12)
-    for mine, theirs in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(wanted, inputs), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs), torch.autograd.grad(wanted, inputs), strict=True
+    ):
         assert float(theirs.abs().max()) > 1e-5
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
 
@@ -70,7 +79,9 @@ def test_weights_are_multiplicities(conditional):
     za, zb = views(40)
     times = torch.arange(40) % 3
     labels, first = torch.arange(40) % 3, torch.arange(6) < 2
-    more: dict[str, Any] = {"labels": labels, "num_clusters": 3, "in_context": first} if conditional else {}
+    more: dict[str, Any] = (
+        {"labels": labels, "num_clusters": 3, "in_context": first} if conditional else {}
+    )
     got = redundancy_loss(za, zb, mu=MU, weight=times.float(), **more)
     rows = torch.repeat_interleave(times)
     wanted = naive(za[rows], zb[rows], MU, labels[rows] if conditional else None, first)
@@ -89,7 +100,10 @@ def test_gradients_by_finite_differences():
 
 def test_constant_channels_add_nothing():
     za, zb = (z.detach() for z in views())
-    za2, zb2 = (torch.cat([z, torch.full((60, 2), 7.3, dtype=z.dtype)], 1).requires_grad_() for z in (za, zb))
+    za2, zb2 = (
+        torch.cat([z, torch.full((60, 2), 7.3, dtype=z.dtype)], 1).requires_grad_()
+        for z in (za, zb)
+    )
     got = redundancy_loss(za2, zb2, mu=MU)
     assert float(got) == pytest.approx(float(naive(za, zb)) * 6 / 8, rel=0, abs=1e-12)
     grad = torch.autograd.grad(got, za2)[0]
@@ -140,13 +154,21 @@ def test_penalty_of_independent_channels_does_not_grow_in_small_batches(conditio
     found = []
     for _ in range(20):
         z = torch.randn(n, width, dtype=torch.float64, generator=generator)
-        found.append(width * float(redundancy_loss(z, z, mu=1.0, **more) - redundancy_loss(z, z, mu=0.0, **more)) / 2)
+        found.append(
+            width
+            * float(redundancy_loss(z, z, mu=1.0, **more) - redundancy_loss(z, z, mu=0.0, **more))
+            / 2
+        )
     assert abs(sum(found) / len(found)) < 0.02 * expected
     # With rows enough nothing is subtracted, so the value is the plain formula's.
     za, zb = views(4 * 6, 6)
-    assert float(redundancy_loss(za, zb, mu=MU)) == pytest.approx(float(naive(za, zb)), rel=0, abs=1e-12)
+    assert float(redundancy_loss(za, zb, mu=MU)) == pytest.approx(
+        float(naive(za, zb)), rel=0, abs=1e-12
+    )
     few = views(4 * 6 - 1, 6)
-    assert float(redundancy_loss(*few, mu=MU)) == pytest.approx(float(naive(*few)) - 2 * MU * 5 / 22, rel=0, abs=1e-12)
+    assert float(redundancy_loss(*few, mu=MU)) == pytest.approx(
+        float(naive(*few)) - 2 * MU * 5 / 22, rel=0, abs=1e-12
+    )
 
 
 def test_single_precision_and_bfloat16():

@@ -45,12 +45,16 @@ def test_relabelling_nodes_relabels_rows():
     edges = topology.edge_list()
     order = inverse[edges.dst].argsort(stable=True)
     moved = EdgeList(inverse[edges.src][order], inverse[edges.dst][order], 12)
-    torch.testing.assert_close(encoder(x[perm], moved).z, encoder(x, edges).z[perm], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        encoder(x[perm], moved).z, encoder(x, edges).z[perm], rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("tail", [True, False])
 def test_chunked_embedding_equals_the_forward(tail):
-    topology = topology_from_pairs([(0, i) for i in range(1, 20)] + [(3, 4), (5, 6), (7, 9)], 25)  # a hub and isolated nodes
+    topology = topology_from_pairs(
+        [(0, i) for i in range(1, 20)] + [(3, 4), (5, 6), (7, 9)], 25
+    )  # a hub and isolated nodes
     encoder = make(tail=tail)
     x = torch.randn(25, 6, dtype=torch.float64)
     whole = encoder(x, topology.edge_list())
@@ -63,7 +67,9 @@ def test_chunked_embedding_equals_the_forward(tail):
 def test_target_ranges_cover_all_rows_once():
     topology = random_topology(50, 200)
     for limit in (1, 7, 64, 10_000):
-        rows = [v for part in target_ranges(topology, 1, limit) for v in range(part.start, part.stop)]
+        rows = [
+            v for part in target_ranges(topology, 1, limit) for v in range(part.start, part.stop)
+        ]
         assert rows == list(range(50))
 
 
@@ -82,13 +88,17 @@ def moments_of(x: torch.Tensor, as_factor: bool = False) -> FeatureMoments:
     centred = x - x.mean(0)
     cov = centred.t() @ centred / x.shape[0]
     factor = centred / x.shape[0] ** 0.5
-    return FeatureMoments(x.mean(0), x.square().mean(0), None if as_factor else cov, factor if as_factor else None)
+    return FeatureMoments(
+        x.mean(0), x.square().mean(0), None if as_factor else cov, factor if as_factor else None
+    )
 
 
 @pytest.mark.parametrize("as_factor", [False, True])
 def test_moments_norm_equals_batch_norm_on_the_full_graph(as_factor):
     x = torch.randn(200, 6, dtype=torch.float64) * torch.arange(1, 7) + 3
-    cfg = load_config(overrides=[*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.dropout=0"])
+    cfg = load_config(
+        overrides=[*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.dropout=0"]
+    )
     batch = build_model(6, cfg).encoder.double().train()
     cfg.model.norm = "moments"
     closed = build_model(6, cfg, moments_of(x, as_factor)).encoder.double().train()
@@ -113,15 +123,29 @@ def _cov(x: torch.Tensor, as_factor: bool) -> torch.Tensor:
 
 
 def test_moments_norm_under_dropout_matches_the_empirical_moments():
-    """Closed form within 2 % of the moments over 4,000 dropout draws of the same rows (sampling error about 1 %)."""
+    """Closed form within 2 % of the moments over 4,000 dropout draws of the same rows (sampling
+    error about 1 %).
+    """
     torch.manual_seed(0)
     x = torch.rand(50, 6, dtype=torch.float64)
-    cfg = load_config(overrides=[*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.dropout=0.5", "model.norm=moments"])
+    cfg = load_config(
+        overrides=[
+            *ROUTING,
+            "model.num_factors=3",
+            "model.factor_dim=4",
+            "model.dropout=0.5",
+            "model.norm=moments",
+        ]
+    )
     encoder = build_model(6, cfg, moments_of(x)).encoder.double().train()
     draws = encoder.linear(torch.nn.functional.dropout(x.repeat(4000, 1), 0.5))
     normed = encoder.norm(draws)
-    torch.testing.assert_close(normed.mean(0), torch.zeros(12, dtype=torch.float64), rtol=0, atol=0.02)
-    torch.testing.assert_close(normed.var(0), torch.ones(12, dtype=torch.float64), rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        normed.mean(0), torch.zeros(12, dtype=torch.float64), rtol=0, atol=0.02
+    )
+    torch.testing.assert_close(
+        normed.var(0), torch.ones(12, dtype=torch.float64), rtol=0.02, atol=0
+    )
 
 
 def test_initial_weights_follow_the_seed_and_leave_the_global_generator_alone():

@@ -18,7 +18,9 @@ from tests.nn.test_encoder import make
 def words(n: int = 30, f: int = 50, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """About 4 % non-zeros; the first row has none."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand(n, f, dtype=dtype, generator=generator) * (torch.rand(n, f, generator=generator) < 0.04)
+    x = torch.rand(n, f, dtype=dtype, generator=generator) * (
+        torch.rand(n, f, generator=generator) < 0.04
+    )
     x[0] = 0
     return x
 
@@ -50,10 +52,14 @@ def test_the_sparse_product_equals_the_dense_one_with_its_gradients():
 def test_dropout_of_sparse_rows_has_the_same_mean():
     x, linear = words(dtype=torch.float32), nn.Linear(50, 4)
     torch.manual_seed(0)
-    mean = torch.stack([project_rows(compact(x), linear, 0.6, training=True).detach() for _ in range(2000)]).mean(0)
+    mean = torch.stack(
+        [project_rows(compact(x), linear, 0.6, training=True).detach() for _ in range(2000)]
+    ).mean(0)
     want = linear(x).detach()
     spread = (x.square() @ linear.weight.detach().square().t() * 0.6 / 0.4 / 2000).sqrt()
-    assert float(((mean - want).abs() - 5 * spread).max()) < 1e-6  # five standard errors, 120 numbers
+    assert (
+        float(((mean - want).abs() - 5 * spread).max()) < 1e-6
+    )  # five standard errors, 120 numbers
 
 
 def test_the_encoder_takes_both():
@@ -84,8 +90,12 @@ def test_dropout_draws_are_fair_and_unlike_each_other():
     first, second = ((dropout(ones, 0.3, training=True) > 0).float() - 0.7 for _ in range(2))
     sigma = (0.21 / ones.numel()) ** 0.5
     assert abs(float(first.mean())) < 5 * sigma
-    assert abs(float((first * second).mean())) < 5 * 0.21 / ones.numel() ** 0.5  # one call tells nothing of the next
-    assert abs(float((first[:, 1:] * first[:, :-1]).mean())) < 5 * 0.21 / ones.numel() ** 0.5  # nor one position of its neighbour
+    assert (
+        abs(float((first * second).mean())) < 5 * 0.21 / ones.numel() ** 0.5
+    )  # one call tells nothing of the next
+    assert (
+        abs(float((first[:, 1:] * first[:, :-1]).mean())) < 5 * 0.21 / ones.numel() ** 0.5
+    )  # nor one position of its neighbour
     # Row and column means spread as independent draws do.
     assert 0.85 < float(first.mean(0).std()) / (0.21 / 400) ** 0.5 < 1.15
     assert 0.85 < float(first.mean(1).std()) / (0.21 / 1000) ** 0.5 < 1.15

@@ -1,4 +1,6 @@
-"""Sums of messages without a tensor of messages, and layers that stop where their output no longer reaches a seed."""
+"""Sums of messages without a tensor of messages, and layers that stop where their output no longer
+reaches a seed.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,16 @@ def case(dtype: torch.dtype = torch.float64, order: str = "sorted") -> tuple[tor
     src = torch.randint(0, 9, (10,), generator=generator)
     if order == "mixed":
         dst = dst[torch.randperm(10, generator=generator)]
-    base, x = torch.randn(5, 6, dtype=dtype, generator=generator), torch.randn(9, 6, dtype=dtype, generator=generator)
+    base, x = (
+        torch.randn(5, 6, dtype=dtype, generator=generator),
+        torch.randn(9, 6, dtype=dtype, generator=generator),
+    )
     return base, x, torch.rand(10, dtype=dtype, generator=generator), src, dst
 
 
-def plain(base: torch.Tensor, x: torch.Tensor, p: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+def plain(
+    base: torch.Tensor, x: torch.Tensor, p: torch.Tensor, src: torch.Tensor, dst: torch.Tensor
+) -> torch.Tensor:
     return base.index_add(0, dst, p.unsqueeze(-1) * x[src])
 
 
@@ -51,7 +58,8 @@ def test_sums_and_gradients_equal_index_add(path, dtype, order):
     base, x, p, src, dst = case(dtype, order)
     leaves = [(base.clone().requires_grad_(), x.clone().requires_grad_()) for _ in range(2)]
     out, want = weighted_sum(*leaves[0], p, src, dst), plain(*leaves[1], p, src, dst)
-    # One addition order on both sides; a compiler may fuse multiply and add, which changes the last bits.
+    # One addition order on both sides; a compiler may fuse multiply and add, which changes the last
+    # bits.
     tolerance = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 1e-14}
     torch.testing.assert_close(out, want, **tolerance)
     weight = torch.randn(out.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
@@ -63,7 +71,10 @@ def test_sums_and_gradients_equal_index_add(path, dtype, order):
 
 def test_gradcheck(path):
     base, x, p, src, dst = case(order="mixed")
-    assert torch.autograd.gradcheck(lambda *leaves: weighted_sum(*leaves, p, src, dst), (base.requires_grad_(), x.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        lambda *leaves: weighted_sum(*leaves, p, src, dst),
+        (base.requires_grad_(), x.requires_grad_()),
+    )
 
 
 def test_nothing_to_add_and_half_precision(path):
@@ -72,14 +83,20 @@ def test_nothing_to_add_and_half_precision(path):
     assert torch.equal(weighted_sum(base, x, p[:0], none, none), base)
     assert weighted_sum(base[:0], x[:0], p[:0], none, none).shape == (0, 6)
     half = weighted_sum(base.bfloat16(), x.bfloat16(), p.bfloat16(), src, dst)
-    torch.testing.assert_close(half.double(), plain(base, x, p, src, dst), rtol=0, atol=0.1)  # 8 bits of mantissa
+    torch.testing.assert_close(
+        half.double(), plain(base, x, p, src, dst), rtol=0, atol=0.1
+    )  # 8 bits of mantissa
 
 
 def test_the_number_of_threads_does_not_change_the_bits():
     generator = torch.Generator().manual_seed(0)
     dst = torch.randint(0, 50, (3000,), generator=generator).sort().values
     src = torch.randint(0, 80, (3000,), generator=generator)
-    base, x, p = torch.randn(50, 32, generator=generator), torch.randn(80, 32, generator=generator), torch.rand(3000, generator=generator)
+    base, x, p = (
+        torch.randn(50, 32, generator=generator),
+        torch.randn(80, 32, generator=generator),
+        torch.rand(3000, generator=generator),
+    )
     threads = torch.get_num_threads()
     try:
         results = []
@@ -93,11 +110,30 @@ def test_the_number_of_threads_does_not_change_the_bits():
 
 @pytest.mark.parametrize("grad", ["full", "last"])
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize(("layers", "fanouts"), [(1, [3, 3]), (2, [4, 3, 2]), (2, [3]), (3, [2, 2]), (2, [-1, -1, -1, 2])])
-def test_seeds_do_not_notice_that_layers_stop_early(layers, fanouts, tail, grad, store_dir: Path, small_sbm, double):
-    """Values on the seeds and gradients of the projection, with fewer hops than layers, as many, and more."""
-    settings = [*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.dropout=0", f"model.num_layers={layers}", "model.routing_iterations=2"]
-    settings += [f"model.tail={tail}", f"model.routing_grad={grad}", f"sampler.fanouts={fanouts}", "sampler.batch_edges=6"]
+@pytest.mark.parametrize(
+    ("layers", "fanouts"),
+    [(1, [3, 3]), (2, [4, 3, 2]), (2, [3]), (3, [2, 2]), (2, [-1, -1, -1, 2])],
+)
+def test_seeds_do_not_notice_that_layers_stop_early(
+    layers, fanouts, tail, grad, store_dir: Path, small_sbm, double
+):
+    """Values on the seeds and gradients of the projection, with fewer hops than layers, as many,
+    and more.
+    """
+    settings = [
+        *ROUTING,
+        "model.num_factors=3",
+        "model.factor_dim=4",
+        "model.dropout=0",
+        f"model.num_layers={layers}",
+        "model.routing_iterations=2",
+    ]
+    settings += [
+        f"model.tail={tail}",
+        f"model.routing_grad={grad}",
+        f"sampler.fanouts={fanouts}",
+        "sampler.batch_edges=6",
+    ]
     cfg = small_sbm_config(store_dir, *settings)
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)

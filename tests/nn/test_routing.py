@@ -14,7 +14,14 @@ from cimage_dist.types import EdgeList, Topology
 from tests.graphs import random_topology, star
 
 
-def dense_route(x: torch.Tensor, topology: Topology, iterations: int, temperature: float, init: str, final_norm: bool) -> torch.Tensor:
+def dense_route(
+    x: torch.Tensor,
+    topology: Topology,
+    iterations: int,
+    temperature: float,
+    init: str,
+    final_norm: bool,
+) -> torch.Tensor:
     """The specification's loop, one node and one neighbour at a time."""
     unit = lambda v: v / v.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # noqa: E731
     l = unit(x)  # noqa: E741
@@ -26,7 +33,11 @@ def dense_route(x: torch.Tensor, topology: Topology, iterations: int, temperatur
             total = l[v].clone()
             for u in neighbours:
                 uniform = t == 0 and init == "uniform"
-                p = torch.full((l.shape[1],), 1.0 / l.shape[1], dtype=l.dtype) if uniform else torch.softmax((l[u] * q).sum(-1) / temperature, 0)
+                p = (
+                    torch.full((l.shape[1],), 1.0 / l.shape[1], dtype=l.dtype)
+                    if uniform
+                    else torch.softmax((l[u] * q).sum(-1) / temperature, 0)
+                )
                 total = total + p.unsqueeze(-1) * l[u]
             q = unit(total) if t < iterations - 1 or final_norm else total
         out[v] = q
@@ -41,18 +52,29 @@ def test_star_graph_equals_the_dense_loop(iterations, final_norm, init):
     topology = star(6)
     x = torch.randn(7, 3, 4, dtype=torch.float64)
     got = route(x, topology.edge_list(), iterations, 0.7, init, final_norm)
-    torch.testing.assert_close(got, dense_route(x, topology, iterations, 0.7, init, final_norm), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        got, dense_route(x, topology, iterations, 0.7, init, final_norm), rtol=0, atol=1e-12
+    )
 
 
 @settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 12), pairs=st.integers(0, 40), k=st.integers(1, 5), c=st.integers(1, 4), t=st.integers(1, 4), seed=st.integers(0, 99))
+@given(
+    n=st.integers(1, 12),
+    pairs=st.integers(0, 40),
+    k=st.integers(1, 5),
+    c=st.integers(1, 4),
+    t=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
 def test_random_graphs_equal_the_dense_loop(n, pairs, k, c, t, seed):
     topology = random_topology(n, pairs, seed)
     x = torch.randn(n, k, c, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     x[0] = 0  # a zero row stays finite
     got = route(x, topology.edge_list(), t)
     # Normalising a sum that nearly cancels amplifies its rounding.
-    torch.testing.assert_close(got, dense_route(x, topology, t, 1.0, "uniform", False), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        got, dense_route(x, topology, t, 1.0, "uniform", False), rtol=0, atol=1e-10
+    )
 
 
 def test_assignments_sum_to_one_over_factors():
@@ -60,7 +82,9 @@ def test_assignments_sum_to_one_over_factors():
     l = normalize_factors(torch.randn(20, 5, 4))  # noqa: E741
     edges = topology.edge_list()
     p = assignments(l[edges.src], l, edges.dst, 1.0)
-    torch.testing.assert_close(p.sum(1), torch.ones(p.shape[0]), rtol=0, atol=1e-6)  # float32 softmax
+    torch.testing.assert_close(
+        p.sum(1), torch.ones(p.shape[0]), rtol=0, atol=1e-6
+    )  # float32 softmax
 
 
 def test_padded_form_agrees_with_the_edge_list():
@@ -85,7 +109,14 @@ def test_padded_form_agrees_with_the_edge_list():
 
 def test_last_gradient_keeps_the_value_and_stops_the_assignments():
     topology = random_topology(10, 30, seed=2)
-    x = torch.randn(10, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        10,
+        3,
+        2,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+        requires_grad=True,
+    )
     full, last = (route(x, topology.edge_list(), 4, grad=mode) for mode in ("full", "last"))
     torch.testing.assert_close(full, last, rtol=0, atol=1e-12)
     g_full, g_last = (torch.autograd.grad(out.square().sum(), x)[0] for out in (full, last))
@@ -104,7 +135,9 @@ def test_last_gradient_keeps_the_value_and_stops_the_assignments():
 
 def test_full_gradient_passes_gradcheck():
     topology = random_topology(6, 12, seed=5)
-    x = torch.randn(6, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        6, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     assert torch.autograd.gradcheck(lambda v: route(v, topology.edge_list(), 3), (x,))
 
 
@@ -112,7 +145,9 @@ def test_weights_stand_for_repeated_neighbours():
     edges = star(3).edge_list()
     x = torch.randn(4, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     twice = EdgeList(edges.src.repeat_interleave(2), edges.dst.repeat_interleave(2), 4)
-    weighted = EdgeList(edges.src, edges.dst, 4, torch.full((edges.src.numel(),), 2.0, dtype=torch.float64))
+    weighted = EdgeList(
+        edges.src, edges.dst, 4, torch.full((edges.src.numel(),), 2.0, dtype=torch.float64)
+    )
     torch.testing.assert_close(route(x, weighted, 3), route(x, twice, 3), rtol=0, atol=1e-12)
 
 
@@ -125,5 +160,11 @@ def test_compiled_loops_leave_the_thread_count_of_torch_alone():
         "route(torch.randn(5, 2, 3), star(4).edge_list(), 3, grad='last')\n"
         "print(torch.get_num_threads())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert out.stdout.strip() == "1"

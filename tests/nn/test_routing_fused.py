@@ -1,4 +1,6 @@
-"""The fused routing operator on the CPU against plain tensor operations: values, gradients, determinism, memory."""
+"""The fused routing operator on the CPU against plain tensor operations: values, gradients,
+determinism, memory.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,27 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 @dataclasses.dataclass
 class Case:
-    """Messages into the targets `first` .. `first + targets` of n nodes; some targets get none, one gets a third of all, neighbours repeat."""
+    """Messages into the targets `first` .. `first + targets` of n nodes; some targets get none, one
+    gets a third of all, neighbours repeat.
+    """
 
     x: torch.Tensor
     edges: EdgeList
     rows: slice
 
 
-def make(n, targets, messages, k, c, seed, dtype=torch.float64, is_weighted=False, zero_rows=True, id_type=torch.int64) -> Case:
+def make(
+    n,
+    targets,
+    messages,
+    k,
+    c,
+    seed,
+    dtype=torch.float64,
+    is_weighted=False,
+    zero_rows=True,
+    id_type=torch.int64,
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
     targets = min(targets, n)
     first = int(torch.randint(0, n - targets + 1, (1,), generator=generator))
@@ -41,19 +56,36 @@ def make(n, targets, messages, k, c, seed, dtype=torch.float64, is_weighted=Fals
     if zero_rows:
         x[n // 2] = 0
     weight = torch.rand(messages, dtype=dtype, generator=generator) + 0.5 if is_weighted else None
-    return Case(x, EdgeList(src.to(id_type), dst.sort().values, n, weight), slice(first, first + targets))
+    return Case(
+        x, EdgeList(src.to(id_type), dst.sort().values, n, weight), slice(first, first + targets)
+    )
 
 
-def outcome(case: Case, backend: str, iterations: int, temperature: float = 1.0, init: str = "uniform", grad: str = "full") -> list[torch.Tensor]:
+def outcome(
+    case: Case,
+    backend: str,
+    iterations: int,
+    temperature: float = 1.0,
+    init: str = "uniform",
+    grad: str = "full",
+) -> list[torch.Tensor]:
     """Value, gradient of x and (if any) of the weights, for one random direction."""
     x = case.x.clone().requires_grad_()
     weight = None if case.edges.weight is None else case.edges.weight.clone().requires_grad_()
     edges = dataclasses.replace(case.edges, weight=weight)
     out = route(x, edges, iterations, temperature, init, False, grad, case.rows, backend)
-    direction = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    direction = torch.randn(
+        out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).to(out.dtype)
     leaves = [x] if weight is None else [x, weight]
     grads = torch.autograd.grad((out * direction).sum(), leaves, allow_unused=True)
-    return [out.detach(), *(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True))]
+    return [
+        out.detach(),
+        *(
+            torch.zeros_like(leaf) if g is None else g
+            for g, leaf in zip(grads, leaves, strict=True)
+        ),
+    ]
 
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], case: Case) -> None:
@@ -61,7 +93,8 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], case: Case) -
     norm = case.x.norm(dim=-1, keepdim=True)
     is_zero = norm.squeeze(-1) == 0
     torch.testing.assert_close(got[0], want[0], rtol=tolerance, atol=tolerance)
-    # The gradient of x / ‖x‖ and its rounding grow as 1/‖x‖: compared without that factor. At a zero row it is that of x / 1e-12.
+    # The gradient of x / ‖x‖ and its rounding grow as 1/‖x‖: compared without that factor. At a
+    # zero row it is that of x / 1e-12.
     scale = torch.where(is_zero.unsqueeze(-1), 1e-12, norm)
     size = max(1.0, float((want[1] * scale).abs().max()) if want[1].numel() else 0.0)
     torch.testing.assert_close(got[1] * scale, want[1] * scale, rtol=0, atol=tolerance * size)
@@ -85,7 +118,21 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], case: Case) -
     id_type=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 999),
 )
-def test_random_graphs_agree_with_the_reference(n, targets, messages, k, c, iterations, temperature, init, grad, is_weighted, has_hubs, id_type, seed):
+def test_random_graphs_agree_with_the_reference(
+    n,
+    targets,
+    messages,
+    k,
+    c,
+    iterations,
+    temperature,
+    init,
+    grad,
+    is_weighted,
+    has_hubs,
+    id_type,
+    seed,
+):
     case = make(n, targets, messages, k, c, seed, is_weighted=is_weighted, id_type=id_type)
     old = routing_cpu.HUB_MESSAGES
     try:
@@ -96,7 +143,8 @@ def test_random_graphs_agree_with_the_reference(n, targets, messages, k, c, iter
         routing_cpu.HUB_MESSAGES = old
     want = outcome(case, "reference", iterations, temperature, init, grad)
     if temperature < 0.1:
-        # Nearly hard assignments amplify rounding by 1/τ for each iteration; the values still have to be finite.
+        # Nearly hard assignments amplify rounding by 1/τ for each iteration; the values still have
+        # to be finite.
         assert all(bool(torch.isfinite(part).all()) for part in got)
     else:
         assert_same(got, want, case)
@@ -109,7 +157,9 @@ def test_nearly_hard_assignments(temperature):
     torch.testing.assert_close(got[0], want[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("k", "c", "iterations"), [(16, 32, 10), (32, 16, 8), (7, 5, 3), (64, 1, 4), (1, 64, 2)])
+@pytest.mark.parametrize(
+    ("k", "c", "iterations"), [(16, 32, 10), (32, 16, 8), (7, 5, 3), (64, 1, 4), (1, 64, 2)]
+)
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_single_precision(k, c, iterations, is_weighted):
     case = make(40, 40, 200, k, c, seed=5, dtype=torch.float32, is_weighted=is_weighted)
@@ -124,7 +174,15 @@ def test_gradcheck(init, hub, monkeypatch):
     weight = case.edges.weight.requires_grad_()
 
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return route(x, dataclasses.replace(case.edges, weight=w), 3, 0.7, init, targets=case.rows, backend="fused")
+        return route(
+            x,
+            dataclasses.replace(case.edges, weight=w),
+            3,
+            0.7,
+            init,
+            targets=case.rows,
+            backend="fused",
+        )
 
     assert torch.autograd.gradcheck(call, (case.x.requires_grad_(), weight))
 
@@ -137,7 +195,9 @@ def test_inputs_that_are_not_contiguous():
     out = route(x, case.edges, 3, targets=case.rows, backend="fused")
     grad = torch.autograd.grad(out.transpose(0, 1).square().sum(), x)[0]
     want = case.x.clone().requires_grad_()
-    expected = torch.autograd.grad(route(want, case.edges, 3, targets=case.rows, backend="reference").square().sum(), want)[0]
+    expected = torch.autograd.grad(
+        route(want, case.edges, 3, targets=case.rows, backend="reference").square().sum(), want
+    )[0]
     torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max()))
 
 
@@ -145,7 +205,9 @@ def test_inputs_that_are_not_contiguous():
 def test_the_same_threads_give_the_same_bits(monkeypatch, room):
     """Two gradients of 2 x 300 x 16 x 8 numbers fit into the second room, three do not."""
     case = make(300, 300, 4000, 16, 8, seed=4, dtype=torch.float32, is_weighted=True)
-    monkeypatch.setattr(routing_cpu, "HUB_MESSAGES", 700)  # the busiest target is a hub of several blocks
+    monkeypatch.setattr(
+        routing_cpu, "HUB_MESSAGES", 700
+    )  # the busiest target is a hub of several blocks
     monkeypatch.setattr(routing_cpu, "GRADIENT_BYTES", room)
     want, threads = outcome(case, "reference", 4), torch.get_num_threads()
     try:
@@ -181,7 +243,18 @@ def test_nothing_is_kept_but_the_inputs():
 
 def test_the_operator_obeys_the_rules_of_torch_library():
     case = make(8, 8, 20, 3, 2, seed=8, zero_rows=False, is_weighted=True)
-    args = (case.x.requires_grad_(), 0, case.edges.pointers(8), case.edges.src, case.edges.weight.requires_grad_(), 2, 1.0, False, True, True)
+    args = (
+        case.x.requires_grad_(),
+        0,
+        case.edges.pointers(8),
+        case.edges.src,
+        case.edges.weight.requires_grad_(),
+        2,
+        1.0,
+        False,
+        True,
+        True,
+    )
     torch.library.opcheck(route_op, args)
 
 
@@ -193,7 +266,9 @@ def test_one_node_under_compile():
     indptr = case.edges.pointers(10)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return route_op(x, 0, indptr, case.edges.src, None, 3, 1.0, False, True, True).square().sum()
+        return (
+            route_op(x, 0, indptr, case.edges.src, None, 3, 1.0, False, True, True).square().sum()
+        )
 
     call(plain).backward()
     torch.compile(call, backend="aot_eager", fullgraph=True)(traced).backward()
@@ -218,5 +293,8 @@ def test_messages_in_any_order():
 
 
 def test_importing_the_package_does_not_load_the_compiler():
-    code = "import sys, cimage_dist.nn.encoder; sys.exit(any(name in sys.modules for name in ('numba', 'llvmlite', 'triton')))"
+    code = (
+        "import sys, cimage_dist.nn.encoder; sys.exit(any(name in sys.modules for name in "
+        "('numba', 'llvmlite', 'triton')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,8 @@
 """Scratch memory of the compiled routing belongs to it while other threads allocate.
 
-Compiled code frees an array after its last use, and a pointer into it is no use: before the arrays were kept on purpose, this aborted with
-a damaged heap or gave other numbers. One malloc arena makes threads reuse each other's freed blocks at once.
+Compiled code frees an array after its last use, and a pointer into it is no use: before the arrays
+were kept on purpose, this aborted with a damaged heap or gave other numbers. One malloc arena makes
+threads reuse each other's freed blocks at once.
 """
 
 from __future__ import annotations
@@ -40,5 +41,7 @@ print("same" if same else "different")
 
 def test_other_threads_do_not_disturb_it():
     env = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr[-500:]

@@ -48,12 +48,18 @@ def train(comm: Comm, kind: str, store_dir: Path) -> dict[str, Any]:
     return {
         "loss": [record["loss"] for record in sink.records if record["kind"] == "train"],
         "z": z.numpy(),
-        "weights": {name: value.numpy() for name, value in trainer.model.state_dict().items() if value.is_floating_point()},
+        "weights": {
+            name: value.numpy()
+            for name, value in trainer.model.state_dict().items()
+            if value.is_floating_point()
+        },
     }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_world_size_does_not_change_the_default_recipe(kind: str, store_dir: Path, small_sbm: object) -> None:
+def test_the_world_size_does_not_change_the_default_recipe(
+    kind: str, store_dir: Path, small_sbm: object
+) -> None:
     alone = train(Comm(), kind, store_dir)
     assert len(alone["loss"]) >= 10
     for world in (2, 3):
@@ -62,4 +68,6 @@ def test_the_world_size_does_not_change_the_default_recipe(kind: str, store_dir:
             np.testing.assert_allclose(result["loss"], alone["loss"], rtol=0, atol=1e-9)
             np.testing.assert_allclose(result["z"], alone["z"], rtol=0, atol=1e-9)
             for name, value in alone["weights"].items():
-                np.testing.assert_allclose(result["weights"][name], value, rtol=0, atol=1e-9, err_msg=name)
+                np.testing.assert_allclose(
+                    result["weights"][name], value, rtol=0, atol=1e-9, err_msg=name
+                )

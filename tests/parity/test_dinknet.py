@@ -1,4 +1,6 @@
-"""Dink-Net and k-means on propagated features at 1, 2 and 3 ranks: losses, gradients and embeddings in double precision, and labels."""
+"""Dink-Net and k-means on propagated features at 1, 2 and 3 ranks: losses, gradients and embeddings
+in double precision, and labels.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,17 @@ from tests.procs import run_ranks
 from tests.pseudo.test_dinknet import NUM_FEATURES, NUM_NODES, QUICK, WIDTH, toy
 from tests.pseudo.test_propagated import planted, sparse
 
-BATCHES = {"full": torch.arange(NUM_NODES), "part": torch.tensor([31, 4, 0, 17, 22, 9, 38]), "one": torch.tensor([12])}
+BATCHES = {
+    "full": torch.arange(NUM_NODES),
+    "part": torch.tensor([31, 4, 0, 17, 22, 9, 38]),
+    "one": torch.tensor([12]),
+}
 
 
 def shares(comm: Comm) -> dict[str, Any]:
-    """Sums over ranks of losses and gradients, and this rank's rows of H with their ids; `one` leaves some ranks without a node."""
+    """Sums over ranks of losses and gradients, and this rank's rows of H with their ids; `one`
+    leaves some ranks without a node.
+    """
     x, topology, model = toy()
     start = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     out: dict[str, Any] = {}
@@ -56,23 +64,41 @@ def labels(comm: Comm) -> dict[str, Any]:
     }
     for name, settings in kinds.items():
         ticks: list[tuple[int, float]] = []
-        run = _Run(x, topology, settings, 0, comm, lambda step, total, values, stage, seen=ticks: seen.append((step, values["loss"])))
+        run = _Run(
+            x,
+            topology,
+            settings,
+            0,
+            comm,
+            lambda step, total, values, stage, seen=ticks: seen.append((step, values["loss"])),
+        )
         run.pretrain(3)
         found = run.finetune(run.first_centres(4))
         weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
         out[name] = found[0].numpy(), found[1].numpy(), np.array(ticks), weights.numpy()
     for width in (12, 2):  # two columns: a third rank has none
         out[f"propagated {width}"] = tuple(
-            t.numpy() for t in propagated_labels(x, topology, 3, PropagatedSettings(width=width, fit_rows=150), seed=1, comm=comm)
+            t.numpy()
+            for t in propagated_labels(
+                x, topology, 3, PropagatedSettings(width=width, fit_rows=150), seed=1, comm=comm
+            )
         )
-    out["direct"] = tuple(t.numpy() for t in dinknet_labels(sparse(x), topology, 3, replace(QUICK, pretrain_epochs=5, rounds=3), seed=1, comm=comm))
+    out["direct"] = tuple(
+        t.numpy()
+        for t in dinknet_labels(
+            sparse(x), topology, 3, replace(QUICK, pretrain_epochs=5, rounds=3), seed=1, comm=comm
+        )
+    )
     return out
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_losses_gradients_and_embeddings_do_not_depend_on_the_ranks(world: int) -> None:
     single = shares(Comm())
-    assert single["dense full"]["grads"][1].shape == (NUM_FEATURES, WIDTH) and np.abs(single["dense full"]["grads"][1]).max() > 1e-4
+    assert (
+        single["dense full"]["grads"][1].shape == (NUM_FEATURES, WIDTH)
+        and np.abs(single["dense full"]["grads"][1]).max() > 1e-4
+    )
     for rank in run_ranks(shares, world):
         for name, expected in single.items():
             if name.endswith("whole"):
@@ -80,7 +106,9 @@ def test_losses_gradients_and_embeddings_do_not_depend_on_the_ranks(world: int) 
                 continue
             # Double precision throughout; only the order of summation differs.
             for key in ("values", "h", "fake"):
-                np.testing.assert_allclose(rank[name][key], expected[key], rtol=0, atol=1e-13, err_msg=f"{name} {key}")
+                np.testing.assert_allclose(
+                    rank[name][key], expected[key], rtol=0, atol=1e-13, err_msg=f"{name} {key}"
+                )
             for got, wanted in zip(rank[name]["grads"], expected["grads"], strict=True):
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-13, err_msg=name)
 
@@ -93,7 +121,11 @@ def test_labels_do_not_depend_on_the_ranks(world: int) -> None:
         for rank in ranks:
             np.testing.assert_array_equal(rank[name][0], expected[0], err_msg=name)
             np.testing.assert_allclose(rank[name][1], expected[1], rtol=0, atol=1e-8, err_msg=name)
-            for got, wanted in zip(rank[name][2:], expected[2:], strict=True):  # progress and weights
+            for got, wanted in zip(
+                rank[name][2:], expected[2:], strict=True
+            ):  # progress and weights
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-8, err_msg=name)
             for got, first in zip(rank[name], ranks[0][name], strict=True):
-                np.testing.assert_array_equal(got, first, err_msg=f"{name}: ranks must hold the same bits")
+                np.testing.assert_array_equal(
+                    got, first, err_msg=f"{name}: ranks must hold the same bits"
+                )

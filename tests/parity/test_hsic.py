@@ -33,15 +33,25 @@ def shard(comm: Comm) -> torch.Tensor:
 
 
 def arrays(stats: HsicStats) -> dict[str, Any]:
-    return {"G": stats.G.numpy(), "b": stats.b.numpy(), "y2": stats.y2, "nb": stats.num_blocks, "zero": stats.zero_label_fraction}
+    return {
+        "G": stats.G.numpy(),
+        "b": stats.b.numpy(),
+        "y2": stats.y2,
+        "nb": stats.num_blocks,
+        "zero": stats.zero_label_fraction,
+    }
 
 
 def disputed(comm: Comm) -> list[bool]:
-    """The common partition when each rank has statistics of its own, in which its own factor depends on the labels."""
+    """The common partition when each rank has statistics of its own, in which its own factor
+    depends on the labels.
+    """
     labels = torch.arange(200) % 3
     x = torch.randn(200, 8, generator=torch.Generator().manual_seed(comm.rank))
     x[:, comm.rank] += 3.0 * labels
-    return choose_partition(block_statistics(x, labels, torch.arange(200), seed=0), 8, target=1, comm=comm).in_context.tolist()
+    return choose_partition(
+        block_statistics(x, labels, torch.arange(200), seed=0), 8, target=1, comm=comm
+    ).in_context.tolist()
 
 
 def refresh(comm: Comm) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Sharded k-means equals one process: identical assignments, centres to rounding, whatever the split of the rows."""
+"""Sharded k-means equals one process: identical assignments, centres to rounding, whatever the
+split of the rows.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ NUM_ROWS, DIM = 403, 5
 
 
 def rows() -> torch.Tensor:
-    return torch.randn(NUM_ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+    return torch.randn(
+        NUM_ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(11)
+    )
 
 
 def ring(num_nodes: int) -> Topology:
     gids = torch.arange(num_nodes)
-    neighbours = torch.stack([(gids - 1) % num_nodes, (gids + 1) % num_nodes], dim=1).sort(dim=1).values
+    neighbours = (
+        torch.stack([(gids - 1) % num_nodes, (gids + 1) % num_nodes], dim=1).sort(dim=1).values
+    )
     return Topology(torch.arange(0, 2 * num_nodes + 1, 2), neighbours.flatten())
 
 
@@ -33,7 +39,11 @@ def shares(world: int, kind: str) -> list[torch.Tensor]:
     if kind == "even":
         return [gids[NUM_ROWS * r // world : NUM_ROWS * (r + 1) // world] for r in range(world)]
     if kind == "empty rank":
-        return [gids[:0] if r == world - 1 else gids[r :: max(world - 1, 1)] for r in range(world)] if world > 1 else [gids]
+        return (
+            [gids[:0] if r == world - 1 else gids[r :: max(world - 1, 1)] for r in range(world)]
+            if world > 1
+            else [gids]
+        )
     return [gids.flip(0)[r::world] for r in range(world)]
 
 
@@ -59,7 +69,14 @@ def cluster(comm: Comm, kind: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, options in cases().items():
         result = kmeans(x, **options, gids=None if kind == "even" else gids, comm=comm)
-        out[name] = (gids.numpy(), result.labels.numpy(), result.centres.numpy(), result.inertia, result.iterations, result.confidence.numpy())
+        out[name] = (
+            gids.numpy(),
+            result.labels.numpy(),
+            result.centres.numpy(),
+            result.inertia,
+            result.iterations,
+            result.confidence.numpy(),
+        )
     duplicates = rows()[:2].repeat(NUM_ROWS, 1)[:NUM_ROWS][gids]
     out["duplicates"] = kmeans(duplicates, 4, seed=0, gids=gids, comm=comm).labels.unique().tolist()
     half = kmeans(x.to(torch.bfloat16), 4, seed=0, gids=gids, comm=comm)
@@ -77,12 +94,20 @@ def test_sharded_equals_single(world: int, kind: str) -> None:
     for name in cases():
         _, labels, centres, inertia, iterations, confidence = single[name]
         for rank in ranks:
-            gids, rank_labels, rank_centres, rank_inertia, rank_iterations, rank_confidence = rank[name]
+            gids, rank_labels, rank_centres, rank_inertia, rank_iterations, rank_confidence = rank[
+                name
+            ]
             np.testing.assert_array_equal(rank_labels, labels[gids], err_msg=name)
             np.testing.assert_allclose(rank_centres, centres, rtol=0, atol=1e-12, err_msg=name)
-            np.testing.assert_array_equal(rank_centres, ranks[0][name][2], err_msg=f"{name}: ranks must hold the same bits")
-            np.testing.assert_allclose(rank_confidence, confidence[gids], rtol=0, atol=1e-11, err_msg=name)
-            assert rank_inertia == pytest.approx(inertia, rel=1e-12) and rank_iterations == iterations
+            np.testing.assert_array_equal(
+                rank_centres, ranks[0][name][2], err_msg=f"{name}: ranks must hold the same bits"
+            )
+            np.testing.assert_allclose(
+                rank_confidence, confidence[gids], rtol=0, atol=1e-11, err_msg=name
+            )
+            assert (
+                rank_inertia == pytest.approx(inertia, rel=1e-12) and rank_iterations == iterations
+            )
     assert np.bincount(single["forced empty"][1], minlength=5).min() > 0
     for rank in ranks:
         assert len(rank["duplicates"]) <= 2  # two distinct points; none on the rank without rows

@@ -27,7 +27,10 @@ def choose(comm: Comm, cuts: list[int]) -> dict[str, Any]:
     mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
     z, labels, confidence, gids = z[mine], labels[mine], confidence[mine], gids[mine]
     base = select_confident(labels, confidence, gids, min_per_cluster=5, comm=comm)
-    grown = [grow_confident(z, labels, base, gids, chunk_rows=64, comm=comm, **options) for options in GROWTH]
+    grown = [
+        grow_confident(z, labels, base, gids, chunk_rows=64, comm=comm, **options)
+        for options in GROWTH
+    ]
     return {
         "base": gids[base].tolist(),
         "sets": [gids[g.mask].tolist() for g in grown],

@@ -1,4 +1,6 @@
-"""R-DGAE over ranks equals one process: losses and gradients add up, the trained labels are the same."""
+"""R-DGAE over ranks equals one process: losses and gradients add up, the trained labels are the
+same.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,20 @@ def shares(comm: Comm) -> dict[str, Any]:
         grads = torch.autograd.grad(share, (z, centres), materialize_grads=True)
         out[name] = [comm.sum(value).numpy() for value in (share, *grads)]
     x, topology, _ = planted()
-    short = replace(QUICK, pretrain_epochs=20, cluster_epochs=22, members=2)  # one correction of the target with trusted nodes, one change of the labels
+    short = replace(
+        QUICK, pretrain_epochs=20, cluster_epochs=22, members=2
+    )  # one correction of the target with trusted nodes, one change of the labels
     for name, settings in (("exact run", short), ("sampled run", replace(short, exact_nodes=100))):
         trace: list[float] = []
-        found, confidence = rdgae_labels(compact(x), topology, 3, settings, 0, comm, lambda step, total, values, stage, to=trace: to.append(values["loss"]))
+        found, confidence = rdgae_labels(
+            compact(x),
+            topology,
+            3,
+            settings,
+            0,
+            comm,
+            lambda step, total, values, stage, to=trace: to.append(values["loss"]),
+        )
         out[name] = [found.numpy(), confidence.numpy(), np.array(trace)]
     return out
 

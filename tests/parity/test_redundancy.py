@@ -1,4 +1,6 @@
-"""Sharded redundancy loss: shares add up to the single-process value, and gradients are its gradient."""
+"""Sharded redundancy loss: shares add up to the single-process value, and gradients are its
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def shares(comm: Comm, cuts: list[int]) -> dict[str, Any]:
     out = {}
     for name, options in forms.items():
         projection = start.clone().requires_grad_()
-        share = redundancy_loss(x[0, mine] @ projection, x[1, mine] @ projection, mu=0.02, comm=comm, **options)
+        share = redundancy_loss(
+            x[0, mine] @ projection, x[1, mine] @ projection, mu=0.02, comm=comm, **options
+        )
         (comm.world * share).backward()
         assert projection.grad is not None
         out[name] = {"share": float(share.detach()), "grad": projection.grad.numpy()}
@@ -55,7 +59,8 @@ def test_shares_add_up_and_gradients_are_exact(cuts):
     results = run_ranks(shares, len(cuts) - 1, cuts)
     for name, expected in single.items():
         assert np.abs(expected["grad"]).max() > 1e-4
-        # float64 throughout; only the order of summation differs. Gradients are averaged, as DDP does.
+        # float64 throughout; only the order of summation differs. Gradients are averaged, as DDP
+        # does.
         np.testing.assert_allclose(
             sum(r[name]["share"] for r in results),
             expected["share"],
@@ -118,14 +123,20 @@ SLOW = [pytest.param("full, conditional", marks=pytest.mark.slow)]
 def test_two_views_train_alike_on_any_number_of_ranks(name, store_dir, small_sbm):
     alone = train(Comm(), name, store_dir)
     assert len(alone["loss"]) >= 20 and min(map(abs, alone["redundancy"])) > 1e-3
-    assert ("teacher.linear.weight" in alone["tensors"]) == ("loss.factor_target=teacher" in TRAINED[name][1])
+    assert ("teacher.linear.weight" in alone["tensors"]) == (
+        "loss.factor_target=teacher" in TRAINED[name][1]
+    )
     assert ("model.structure.layers.0.weight" in alone["tensors"]) == ("alone" not in name)
     for world in (2, 3):
-        shutil.rmtree(store_dir / "labels", ignore_errors=True)  # several ranks make their labels themselves
+        shutil.rmtree(
+            store_dir / "labels", ignore_errors=True
+        )  # several ranks make their labels themselves
         for result in run_ranks(train, world, name, store_dir):
             # As in test_training: Adam divides rounding by small numbers, 1e-9 over twenty steps.
             for key in ("loss", "redundancy"):
                 np.testing.assert_allclose(result[key], alone[key], rtol=0, atol=1e-9, err_msg=key)
             assert result["tensors"].keys() == alone["tensors"].keys()
             for key, value in alone["tensors"].items():
-                np.testing.assert_allclose(result["tensors"][key], value, rtol=0, atol=1e-9, err_msg=key)
+                np.testing.assert_allclose(
+                    result["tensors"][key], value, rtol=0, atol=1e-9, err_msg=key
+                )

@@ -1,4 +1,6 @@
-"""The same experiment on 1, 2 and 3 gloo ranks: losses, weights and partitions in float64 (dropout 0; all neighbours, or keyed draws)."""
+"""The same experiment on 1, 2 and 3 gloo ranks: losses, weights and partitions in float64 (dropout
+0; all neighbours, or keyed draws).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,15 @@ FULL_OBJECTIVE = [
     "run.log_every=1",
 ]
 FULL_GRAPH = [*FULL_OBJECTIVE, "train.epochs=20"]
-SAMPLED = [*FULL_OBJECTIVE, "train.epochs=2", "sampler.fanouts=[-1,-1,-1]", "sampler.batch_edges=97", "sampler.hide_rate=0.2"]
-# One cap for all hops of the receptive field: draws are keyed by node, so a node's neighbours do not depend on who samples it.
+SAMPLED = [
+    *FULL_OBJECTIVE,
+    "train.epochs=2",
+    "sampler.fanouts=[-1,-1,-1]",
+    "sampler.batch_edges=97",
+    "sampler.hide_rate=0.2",
+]
+# One cap for all hops of the receptive field: draws are keyed by node, so a node's neighbours do
+# not depend on who samples it.
 CAPPED = [*SAMPLED, "sampler.fanouts=[4,4,4]", "sampler.backend=csr"]
 SETTINGS = {"full": FULL_GRAPH, "sampled": SAMPLED, "capped": CAPPED}
 
@@ -48,7 +57,9 @@ def settings(kind: str, store_dir: Path, *more: str) -> Config:
     return load_config(overrides=[*small_sbm_settings(store_dir), *SETTINGS[kind], *more])
 
 
-def train(comm: Comm, kind: str, store_dir: Path, dtype: torch.dtype = torch.float64, *more: str) -> dict[str, Any]:
+def train(
+    comm: Comm, kind: str, store_dir: Path, dtype: torch.dtype = torch.float64, *more: str
+) -> dict[str, Any]:
     torch.set_default_dtype(dtype)
     try:
         cfg = settings(kind, store_dir, *more)
@@ -62,11 +73,17 @@ def train(comm: Comm, kind: str, store_dir: Path, dtype: torch.dtype = torch.flo
         "context": [r["context"] for r in sink.records if r["kind"] == "ci"],
         "confident": [r["confident"] for r in sink.records if r["kind"] == "ci"],
         "labels": sink.stored["pseudo-labels"]["labels"].numpy(),
-        "weights": {name: value.cpu().numpy() for name, value in trainer.model.state_dict().items() if value.is_floating_point()},
+        "weights": {
+            name: value.cpu().numpy()
+            for name, value in trainer.model.state_dict().items()
+            if value.is_floating_point()
+        },
     }
 
 
-@pytest.mark.parametrize("kind", ["full", "sampled", pytest.param("capped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["full", "sampled", pytest.param("capped", marks=pytest.mark.slow)]
+)
 def test_world_size_does_not_change_the_experiment(kind, store_dir, small_sbm):
     alone = train(Comm(), kind, store_dir)
     assert alone["terms"] == ["cluster", "factor", "structure"]
@@ -77,10 +94,13 @@ def test_world_size_does_not_change_the_experiment(kind, store_dir, small_sbm):
             np.testing.assert_array_equal(result["labels"], alone["labels"])
             assert result["context"] == alone["context"]
             assert result["confident"] == alone["confident"]
-            # Sums over ranks differ in their last bits and Adam divides by small numbers: 1e-9 over twenty steps.
+            # Sums over ranks differ in their last bits and Adam divides by small numbers: 1e-9 over
+            # twenty steps.
             np.testing.assert_allclose(result["loss"], alone["loss"], rtol=0, atol=1e-9)
             for name, value in alone["weights"].items():
-                np.testing.assert_allclose(result["weights"][name], value, rtol=0, atol=1e-9, err_msg=name)
+                np.testing.assert_allclose(
+                    result["weights"][name], value, rtol=0, atol=1e-9, err_msg=name
+                )
 
 
 def gradients(comm: Comm, kind: str, store_dir: Path) -> dict[str, np.ndarray]:
@@ -99,7 +119,9 @@ def gradients(comm: Comm, kind: str, store_dir: Path) -> dict[str, np.ndarray]:
         (comm.world * objective(terms, cfg)).backward()
     finally:
         torch.set_default_dtype(torch.float32)
-    return {name: p.grad.numpy() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.numpy() for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("kind", ["full", "sampled"])
@@ -121,7 +143,9 @@ def empty_target(comm: Comm, store_dir: Path) -> float:
     from cimage_dist.train.refresh import random_scores
 
     everything = torch.ones(4, dtype=torch.bool)
-    trainer.scores = random_scores(4, 0).__class__(everything.double(), everything, 0.0, 0.0, everything.double(), 0, "test")
+    trainer.scores = random_scores(4, 0).__class__(
+        everything.double(), everything, 0.0, 0.0, everything.double(), 0, "test"
+    )
     return float(trainer.advance(next(trainer.remaining()))["factor"])
 
 
@@ -131,7 +155,15 @@ def test_ddp_completes_a_step_with_an_empty_context(store_dir, small_sbm):
 
 def tiny_batches(comm: Comm, store_dir: Path) -> list[float]:
     """A global batch smaller than the world: some rank has nothing to do."""
-    cfg = load_config(overrides=[*small_sbm_settings(store_dir), *SAMPLED, "sampler.batch_edges=2", "loss.factor_weight=0", "model.num_layers=1"])
+    cfg = load_config(
+        overrides=[
+            *small_sbm_settings(store_dir),
+            *SAMPLED,
+            "sampler.batch_edges=2",
+            "loss.factor_weight=0",
+            "model.num_layers=1",
+        ]
+    )
     graph = open_graph(cfg.data)
     trainer = Trainer(cfg, graph, graph.topology(), comm)
     batches = trainer.remaining()

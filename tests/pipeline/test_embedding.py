@@ -1,4 +1,6 @@
-"""Embeddings in parts on disk: equal to the whole graph in memory, whoever makes the parts, and after a kill too."""
+"""Embeddings in parts on disk: equal to the whole graph in memory, whoever makes the parts, and
+after a kill too.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,26 @@ from cimage_dist.io.rows import load_rows, open_rows
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel
 from cimage_dist.pipeline import embedding, stages
-from cimage_dist.pipeline.embedding import Bench, Facts, Task, here, make_embeddings, part_size, read_nodes
+from cimage_dist.pipeline.embedding import (
+    Bench,
+    Facts,
+    Task,
+    here,
+    make_embeddings,
+    part_size,
+    read_nodes,
+)
 from cimage_dist.train.progress import Progress
 from tests.settings import ROUTING, changed, small_sbm_config
 
-MODEL = [*ROUTING, "model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=2", "resources.threads=1"]
+MODEL = [
+    *ROUTING,
+    "model.num_factors=3",
+    "model.factor_dim=4",
+    "model.num_layers=2",
+    "model.routing_iterations=2",
+    "resources.threads=1",
+]
 
 
 def model_of(cfg: Config, graph: Graph) -> CimageModel:
@@ -43,7 +60,9 @@ def model_of(cfg: Config, graph: Graph) -> CimageModel:
 
 
 def whole(cfg: Config, model: CimageModel, graph: Graph) -> np.ndarray:
-    return embed_graph(model.encoder, graph.features(), training_graph(graph, cfg.data, cfg.run.seed)[0]).numpy()
+    return embed_graph(
+        model.encoder, graph.features(), training_graph(graph, cfg.data, cfg.run.seed)[0]
+    ).numpy()
 
 
 def make(cfg: Config, graph: Graph, final: Path, **options: Any) -> CimageModel:
@@ -53,16 +72,26 @@ def make(cfg: Config, graph: Graph, final: Path, **options: Any) -> CimageModel:
     return model
 
 
-@pytest.mark.parametrize(("part_rows", "chunk_floats"), [(29, 500), (100, 24), (299, 3000), (300, 1 << 24)])
+@pytest.mark.parametrize(
+    ("part_rows", "chunk_floats"), [(29, 500), (100, 24), (299, 3000), (300, 1 << 24)]
+)
 def test_parts_equal_the_whole_graph(part_rows, chunk_floats, store_dir, small_sbm, tmp_path):
-    """Sizes that divide the 300 rows or not, chunks of one row and of all; a chunk of 24 floats holds two messages."""
+    """Sizes that divide the 300 rows or not, chunks of one row and of all; a chunk of 24 floats
+    holds two messages.
+    """
     cfg, final = small_sbm_config(store_dir, *MODEL), tmp_path / "embeddings"
     model = make(cfg, small_sbm, final, part_rows=part_rows, chunk_floats=chunk_floats)
     np.testing.assert_allclose(load_rows(final), whole(cfg, model, small_sbm), rtol=0, atol=1e-6)
     manifest = json.loads((final / "manifest.json").read_text())
     parts = manifest["parts"]
-    assert [part["file"] for part in parts] == sorted(manifest["files"]) == [f"part-{i:05d}.npy" for i in range(-(-300 // part_rows))]
-    assert [part["first_row"] for part in parts] == list(range(0, 300, part_rows)) and sum(part["rows"] for part in parts) == 300
+    assert (
+        [part["file"] for part in parts]
+        == sorted(manifest["files"])
+        == [f"part-{i:05d}.npy" for i in range(-(-300 // part_rows))]
+    )
+    assert [part["first_row"] for part in parts] == list(range(0, 300, part_rows)) and sum(
+        part["rows"] for part in parts
+    ) == 300
     assert {path.name for path in tmp_path.iterdir()} == {"embeddings", ".lock-embeddings"}
 
 
@@ -80,15 +109,21 @@ def test_parts_equal_the_whole_graph(part_rows, chunk_floats, store_dir, small_s
 def test_every_kind_of_encoder(settings, store_dir, small_sbm, tmp_path):
     cfg = small_sbm_config(store_dir, *MODEL, *settings)
     model = make(cfg, small_sbm, tmp_path / "z", part_rows=77, chunk_floats=400)
-    np.testing.assert_allclose(load_rows(tmp_path / "z"), whole(cfg, model, small_sbm), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        load_rows(tmp_path / "z"), whole(cfg, model, small_sbm), rtol=0, atol=1e-6
+    )
 
 
 def test_digits_in_half_precision_features(store_dir, digits, tmp_path):
     """Features stay as stored until a chunk is read."""
-    half = Graph("half", digits.indptr, digits.indices, np.asarray(digits.x, dtype=np.float16), digits.y)
+    half = Graph(
+        "half", digits.indptr, digits.indices, np.asarray(digits.x, dtype=np.float16), digits.y
+    )
     cfg = changed([f"data.store_dir={store_dir}"], *MODEL)
     model = make(cfg, half, tmp_path / "z", part_rows=500, chunk_floats=1 << 14)
-    np.testing.assert_allclose(load_rows(tmp_path / "z"), whole(cfg, model, half), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        load_rows(tmp_path / "z"), whole(cfg, model, half), rtol=0, atol=1e-5
+    )
 
 
 def test_isolated_nodes_are_embedded(store_dir, small_sbm, tmp_path):
@@ -97,10 +132,17 @@ def test_isolated_nodes_are_embedded(store_dir, small_sbm, tmp_path):
     first = np.asarray(small_sbm.indices)[: indptr[150]]
     kept = first < 150
     counts = np.concatenate([[0], np.cumsum(kept)])[indptr[:151]]
-    graph = Graph("half empty", np.concatenate([counts, np.full(150, counts[-1])]), first[kept], np.asarray(small_sbm.x))
+    graph = Graph(
+        "half empty",
+        np.concatenate([counts, np.full(150, counts[-1])]),
+        first[kept],
+        np.asarray(small_sbm.x),
+    )
     cfg = small_sbm_config(store_dir, *MODEL)
     model = make(cfg, graph, tmp_path / "z", part_rows=50)
-    np.testing.assert_allclose(load_rows(tmp_path / "z"), whole(cfg, model, graph), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        load_rows(tmp_path / "z"), whole(cfg, model, graph), rtol=0, atol=1e-6
+    )
 
 
 bench = functools.lru_cache(Bench)
@@ -116,7 +158,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_number_of_workers_does_not_change_a_bit(count, store_dir, small_sbm, tmp_path):
-    """Each process opens the graph and the work folder for itself; parts are asked for from the last to the first."""
+    """Each process opens the graph and the work folder for itself; parts are asked for from the
+    last to the first.
+    """
     cfg = small_sbm_config(store_dir, *MODEL)
     make(cfg, small_sbm, tmp_path / "one", part_rows=64)
     with multiprocessing.get_context("fork").Pool(count) as pool:
@@ -125,7 +169,9 @@ def test_the_number_of_workers_does_not_change_a_bit(count, store_dir, small_sbm
             small_sbm,
             tmp_path / "many",
             part_rows=64,
-            execute=lambda root, tasks: pool.starmap(make_in_process, [(root, task) for task in tasks[::-1]], 1),
+            execute=lambda root, tasks: pool.starmap(
+                make_in_process, [(root, task) for task in tasks[::-1]], 1
+            ),
         )
     assert content(tmp_path / "one") == content(tmp_path / "many")
 
@@ -155,9 +201,19 @@ def test_a_stopped_run_goes_on(stop_after, store_dir, small_sbm, tmp_path):
     assert not (tmp_path / "z").exists()
     assert len(list((tmp_path / "z-work").glob("pass-*"))) <= 2  # never more than two buffers
     notes, ticks = list[str](), list[tuple[int, int]]()
-    make(cfg, small_sbm, tmp_path / "z", part_rows=64, execute=second, note=notes.append, tick=lambda *t: ticks.append(t))
+    make(
+        cfg,
+        small_sbm,
+        tmp_path / "z",
+        part_rows=64,
+        execute=second,
+        note=notes.append,
+        tick=lambda *t: ticks.append(t),
+    )
     repeated = set(first.made) & set(second.made)
-    assert all(stage == 3 for stage, _ in repeated), "only the last pass is looked at again, for its checksums"
+    assert all(stage == 3 for stage, _ in repeated), (
+        "only the last pass is looked at again, for its checksums"
+    )
     assert len(set(first.made) | set(second.made)) == 20 - (stop_after < 15)
     assert ticks[-1] == (20, 20)
     assert content(tmp_path / "z") == content(tmp_path / "straight")
@@ -167,7 +223,11 @@ def test_a_run_killed_while_it_writes_a_part_goes_on(store_dir, small_sbm, tmp_p
     cfg = small_sbm_config(store_dir, *MODEL)
     make(cfg, small_sbm, tmp_path / "straight", part_rows=64, chunk_floats=200)
     monkeypatch.setattr(embedding, "encode_rows", killing(embedding.encode_rows, after=130))
-    child = multiprocessing.get_context("fork").Process(target=make, args=(cfg, small_sbm, tmp_path / "z"), kwargs={"part_rows": 64, "chunk_floats": 200})
+    child = multiprocessing.get_context("fork").Process(
+        target=make,
+        args=(cfg, small_sbm, tmp_path / "z"),
+        kwargs={"part_rows": 64, "chunk_floats": 200},
+    )
     child.start()
     child.join()
     monkeypatch.undo()
@@ -176,7 +236,14 @@ def test_a_run_killed_while_it_writes_a_part_goes_on(store_dir, small_sbm, tmp_p
     assert not others
     finished = {path: path.stat().st_mtime_ns for path in torn.parent.glob("part-*")}
     assert finished
-    make(cfg, small_sbm, tmp_path / "z", part_rows=64, chunk_floats=200, execute=Kept(cfg, small_sbm, finished))
+    make(
+        cfg,
+        small_sbm,
+        tmp_path / "z",
+        part_rows=64,
+        chunk_floats=200,
+        execute=Kept(cfg, small_sbm, finished),
+    )
     assert content(tmp_path / "z") == content(tmp_path / "straight")
 
 
@@ -215,12 +282,16 @@ def test_work_of_other_weights_is_not_used(store_dir, small_sbm, tmp_path):
     with torch.no_grad():
         other.encoder.linear.weight.mul_(-1)
     make_embeddings(cfg, other, 7, small_sbm, tmp_path / "z", here(cfg, small_sbm), part_rows=64)
-    np.testing.assert_allclose(load_rows(tmp_path / "z"), whole(cfg, other, small_sbm), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        load_rows(tmp_path / "z"), whole(cfg, other, small_sbm), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_truncated_part_is_made_again(stage, store_dir, small_sbm, tmp_path):
-    """Of the pass under way that part alone; of its input, which cannot be made again alone, everything."""
+    """Of the pass under way that part alone; of its input, which cannot be made again alone,
+    everything.
+    """
     cfg = small_sbm_config(store_dir, *MODEL)
     with pytest.raises(KeyboardInterrupt):
         make(cfg, small_sbm, tmp_path / "z", part_rows=64, execute=Counter(cfg, small_sbm, 8))
@@ -229,11 +300,15 @@ def test_a_truncated_part_is_made_again(stage, store_dir, small_sbm, tmp_path):
     counter = Counter(cfg, small_sbm)
     model = make(cfg, small_sbm, tmp_path / "z", part_rows=64, execute=counter)
     assert counter.made[0] == ((0, 0) if stage == 0 else (1, 1))
-    np.testing.assert_allclose(load_rows(tmp_path / "z"), whole(cfg, model, small_sbm), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        load_rows(tmp_path / "z"), whole(cfg, model, small_sbm), rtol=0, atol=1e-6
+    )
 
 
 def test_a_disk_too_small_is_told_before_work_begins(store_dir, small_sbm, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedding.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(
+        embedding.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})()
+    )
     cfg = small_sbm_config(store_dir, *MODEL)
     counter = Counter(cfg, small_sbm)
     with pytest.raises(UserError, match=r"needs .* GB more"):
@@ -259,7 +334,15 @@ def test_rows_of_several_parts_are_read_where_they_lie(store_dir, small_sbm, tmp
 def trained(store_dir: Path, small_sbm: Graph, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run of two steps."""
     root = tmp_path_factory.mktemp("embedded") / "run"
-    cfg = small_sbm_config(store_dir, *MODEL, "train.epochs=2", "run.tensorboard=False", "eval.probe_epochs=5", "eval.kmeans_restarts=1", f"run.dir={root}")
+    cfg = small_sbm_config(
+        store_dir,
+        *MODEL,
+        "train.epochs=2",
+        "run.tensorboard=False",
+        "eval.probe_epochs=5",
+        "eval.kmeans_restarts=1",
+        f"run.dir={root}",
+    )
     stages.pretrain(cfg, Progress(quiet=True), small_sbm)
     return cfg
 
@@ -269,11 +352,17 @@ def test_the_stage_in_one_part_and_in_several(trained, small_sbm):
     run = RunDir(str(trained.run.dir))
     assert stages.embed(trained, small_sbm) == run.embeddings
     fast = stages.load_embeddings(run)
-    assert [path.name for path in sorted(run.embeddings.iterdir())] == ["manifest.json", "part-00000.npy"]
+    assert [path.name for path in sorted(run.embeddings.iterdir())] == [
+        "manifest.json",
+        "part-00000.npy",
+    ]
     (run.embeddings / "part-00000.npy").write_bytes(b"damaged")
     assert stages.embedded_step(run) is None
     stages.embed(trained, small_sbm, part_rows=128, parquet=True)
-    names = {"manifest.json", *[f"part-0000{i}.{kind}" for i in range(3) for kind in ("npy", "parquet")]}
+    names = {
+        "manifest.json",
+        *[f"part-0000{i}.{kind}" for i in range(3) for kind in ("npy", "parquet")],
+    }
     assert {path.name for path in run.embeddings.iterdir()} == names
     torch.testing.assert_close(stages.load_embeddings(run), fast, rtol=0, atol=1e-6)
     assert stages.embedded_step(run) == 2
@@ -282,7 +371,10 @@ def test_the_stage_in_one_part_and_in_several(trained, small_sbm):
 
     table = pq.read_table(run.embeddings / "part-00002.parquet")
     assert table.column("node").to_pylist() == list(range(256, 300))
-    assert np.array_equal(np.array(table.column("z").to_pylist(), dtype=np.float32), stages.load_embeddings(run)[256:].numpy())
+    assert np.array_equal(
+        np.array(table.column("z").to_pylist(), dtype=np.float32),
+        stages.load_embeddings(run)[256:].numpy(),
+    )
 
     from cimage_dist.pipeline.evaluation import evaluate_run
 
@@ -291,17 +383,24 @@ def test_the_stage_in_one_part_and_in_several(trained, small_sbm):
 
 
 def test_chosen_nodes(trained, small_sbm, tmp_path):
-    """Without fan-outs a chosen node has its exact embedding; rows come in the order of the file, repeats included."""
+    """Without fan-outs a chosen node has its exact embedding; rows come in the order of the file,
+    repeats included.
+    """
     exact = stages.load_embeddings(RunDir(stages.embed(trained, small_sbm).parent)).numpy()
     nodes = np.array([250, 3, 3, 0, 299])
     np.save(tmp_path / "nodes.npy", nodes)
-    folder = stages.embed(trained, small_sbm, nodes=tmp_path / "nodes.npy", part_rows=2, parquet=True)
+    folder = stages.embed(
+        trained, small_sbm, nodes=tmp_path / "nodes.npy", part_rows=2, parquet=True
+    )
     np.testing.assert_allclose(load_rows(folder), exact[nodes], rtol=0, atol=1e-5)
     assert np.array_equal(np.load(folder / "nodes.npy"), nodes)
     assert len(json.loads((folder / artifacts.MANIFEST).read_text())["parts"]) == 3
     (tmp_path / "nodes.txt").write_text("250\n3\n3\n0\n299\n")
     notes = list[str]()
-    assert stages.embed(trained, small_sbm, nodes=tmp_path / "nodes.txt", note=notes.append) == folder and "there already" in notes[0]
+    assert (
+        stages.embed(trained, small_sbm, nodes=tmp_path / "nodes.txt", note=notes.append) == folder
+        and "there already" in notes[0]
+    )
 
 
 def test_chosen_nodes_of_a_sampled_run(store_dir, small_sbm, tmp_path):
@@ -313,7 +412,10 @@ def test_chosen_nodes_of_a_sampled_run(store_dir, small_sbm, tmp_path):
     one, many = load_rows(tmp_path / "one"), load_rows(tmp_path / "many")
     np.testing.assert_allclose(one, many, rtol=0, atol=1e-6)
     exact = whole(cfg, model, small_sbm)[nodes]
-    assert not np.allclose(one, exact, atol=1e-3) and np.corrcoef(one.ravel(), exact.ravel())[0, 1] > 0.3  # two neighbours say little
+    assert (
+        not np.allclose(one, exact, atol=1e-3)
+        and np.corrcoef(one.ravel(), exact.ravel())[0, 1] > 0.3
+    )  # two neighbours say little
 
 
 def test_bad_node_files(tmp_path):

@@ -8,10 +8,14 @@ import torch.nn.functional as F
 from cimage_dist.pseudo.rdgae import consensus
 
 
-def blurred(labels: torch.Tensor, num_clusters: int, share_wrong: float, generator: torch.Generator) -> torch.Tensor:
+def blurred(
+    labels: torch.Tensor, num_clusters: int, share_wrong: float, generator: torch.Generator
+) -> torch.Tensor:
     """Soft assignments with some nodes put elsewhere and the clusters numbered at random."""
     wrong = torch.rand(labels.numel(), generator=generator) < share_wrong
-    noisy = torch.where(wrong, torch.randint(0, num_clusters, labels.shape, generator=generator), labels)
+    noisy = torch.where(
+        wrong, torch.randint(0, num_clusters, labels.shape, generator=generator), labels
+    )
     numbers = torch.randperm(num_clusters, generator=generator)
     return 0.8 * F.one_hot(numbers[noisy], num_clusters).double() + 0.2 / num_clusters
 

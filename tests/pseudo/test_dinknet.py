@@ -1,4 +1,6 @@
-"""Dink-Net: losses by hand, embeddings and batches against dense matrices, stopping, choice, determinism, planted clusters."""
+"""Dink-Net: losses by hand, embeddings and batches against dense matrices, stopping, choice,
+determinism, planted clusters.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,31 @@ from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.nn.features import Features
 from cimage_dist.pseudo.dinknet import DinkNetSettings, _Run, dinknet_labels, settings_for
-from cimage_dist.pseudo.dinknet_model import DinkNet, Nodes, clustering_loss, discrimination_loss, masked_columns, project_to_ball, row_factors
+from cimage_dist.pseudo.dinknet_model import (
+    DinkNet,
+    Nodes,
+    clustering_loss,
+    discrimination_loss,
+    masked_columns,
+    project_to_ball,
+    row_factors,
+)
 from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.rdgae import step_on
 from cimage_dist.types import Topology
 from tests.graphs import random_topology
 from tests.pseudo.test_propagated import dense_gcn, planted, sparse
 
-QUICK = DinkNetSettings(width=16, hops=3, pretrain_epochs=30, pretrain_lr=1e-2, finetune_epochs=5, restarts=5, rounds=1)
+QUICK = DinkNetSettings(
+    width=16, hops=3, pretrain_epochs=30, pretrain_lr=1e-2, finetune_epochs=5, restarts=5, rounds=1
+)
 NUM_NODES, NUM_FEATURES, WIDTH = 40, 9, 6
 
 
 def toy(signed: bool = False, seed: int = 0) -> tuple[torch.Tensor, Topology, DinkNet]:
-    """A random graph with isolated nodes, half-empty features with a zero row, and a network in double precision."""
+    """A random graph with isolated nodes, half-empty features with a zero row, and a network in
+    double precision.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(NUM_NODES, NUM_FEATURES, dtype=torch.float64, generator=generator)
     x = x if signed else x.clamp(min=0)
@@ -46,16 +60,22 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_discrimination_by_hand() -> None:
-    """σ(ln 3) = 3/4: cross-entropies ln 4/3 for both kinds, and ln 4 where they are swapped; an empty slice adds nothing."""
+    """σ(ln 3) = 3/4: cross-entropies ln 4/3 for both kinds, and ln 4 where they are swapped; an
+    empty slice adds nothing.
+    """
     log3 = torch.tensor([math.log(3.0)], dtype=torch.float64)
     assert float(discrimination_loss(log3, -log3, 1)) == pytest.approx(math.log(4 / 3))
     assert float(discrimination_loss(-log3, log3, 1)) == pytest.approx(math.log(4))
-    assert float(discrimination_loss(torch.cat([log3, -log3]), torch.cat([-log3, log3]), 2)) == pytest.approx((math.log(4 / 3) + math.log(4)) / 2)
+    assert float(
+        discrimination_loss(torch.cat([log3, -log3]), torch.cat([-log3, log3]), 2)
+    ) == pytest.approx((math.log(4 / 3) + math.log(4)) / 2)
     assert float(discrimination_loss(log3[:0], log3[:0], 5)) == 0.0
 
 
 def test_clustering_by_hand() -> None:
-    """Squared distances 0, 1, 2, 1 (mean 1) and one pair of centres at distance 1: 1 - 1; then centres at distance 2: 2 - 4."""
+    """Squared distances 0, 1, 2, 1 (mean 1) and one pair of centres at distance 1: 1 - 1; then
+    centres at distance 2: 2 - 4.
+    """
     h = torch.eye(2, dtype=torch.float64)
     near = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     apart = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
@@ -70,7 +90,9 @@ def test_clustering_equals_the_double_sums_with_gradient() -> None:
     grads, values = [], []
     for plain in (True, False):
         c = start.clone().requires_grad_()
-        double_sums = torch.cdist(h, c).square().mean() - (c[:, None] - c[None]).square().sum() / (5 * 4)
+        double_sums = torch.cdist(h, c).square().mean() - (c[:, None] - c[None]).square().sum() / (
+            5 * 4
+        )
         loss = double_sums if plain else clustering_loss(h, c, 30, Comm())
         grads.append(torch.autograd.grad(loss, c)[0])
         values.append(float(loss.detach()))
@@ -124,11 +146,15 @@ def test_embedding_equals_the_dense_formula(is_sparse: bool, signed: bool) -> No
 
 
 def test_hops_of_a_batch_stay_in_the_subgraph_it_induces() -> None:
-    """F(X) sees all neighbours; the hops see the edges inside the batch, with its own degrees. The batch is not in order."""
+    """F(X) sees all neighbours; the hops see the edges inside the batch, with its own degrees. The
+    batch is not in order.
+    """
     x, topology, model = toy()
     gids = torch.arange(0, NUM_NODES, 2).flip(0)
     nodes = Nodes(x, topology, Comm())
-    local = F.prelu(dense_gcn(topology) @ scaled(x) @ model.weight + model.bias, model.slope.reshape(1))[gids]
+    local = F.prelu(
+        dense_gcn(topology) @ scaled(x) @ model.weight + model.bias, model.slope.reshape(1)
+    )[gids]
     inside = (dense_gcn(topology)[gids][:, gids] > 0).double()
     assert 0 < int(inside.sum()) - gids.numel() < topology.num_edges
     scale = inside.sum(1).rsqrt()
@@ -161,7 +187,9 @@ def test_batches_hold_every_node_once_in_an_order_of_the_key() -> None:
     assert [batch.gids.numel() for batch in nodes.batches(7, 1)] == [7, 7, 7, 7, 7, 5]
     assert torch.equal(orders[0].sort().values, torch.arange(NUM_NODES))
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
-    assert [torch.equal(batch.gids, torch.arange(NUM_NODES)) for batch in nodes.batches(NUM_NODES, 1)] == [True]
+    assert [
+        torch.equal(batch.gids, torch.arange(NUM_NODES)) for batch in nodes.batches(NUM_NODES, 1)
+    ] == [True]
 
 
 def test_a_step_is_the_optimisers_and_bad_numbers_are_refused() -> None:
@@ -174,12 +202,23 @@ def test_a_step_is_the_optimisers_and_bad_numbers_are_refused() -> None:
         step_on((parameter / 0.0).sum(), optimiser, Comm(), "Dink-Net")
 
 
-def run_with_history(settings: DinkNetSettings, seed: int = 0, clusters: int = 3) -> tuple[torch.Tensor, list[dict[str, Any]], list[torch.Tensor], Topology]:
+def run_with_history(
+    settings: DinkNetSettings, seed: int = 0, clusters: int = 3
+) -> tuple[torch.Tensor, list[dict[str, Any]], list[torch.Tensor], Topology]:
     """Labels, the fine-tuning ticks, and the assignments after k-means and each epoch."""
     x, topology, _ = planted()
     ticks: list[dict[str, Any]] = []
     assigned: list[torch.Tensor] = []
-    run = _Run(x, topology, settings, seed, Comm(), lambda step, total, values, stage: ticks.append({"step": step, "total": total, "stage": stage, **values}))
+    run = _Run(
+        x,
+        topology,
+        settings,
+        seed,
+        Comm(),
+        lambda step, total, values, stage: ticks.append(
+            {"step": step, "total": total, "stage": stage, **values}
+        ),
+    )
     plain = run.assignments
     run.assignments = lambda centres: (assigned.append(plain(centres)[0]), plain(centres))[1]  # type: ignore[method-assign]
     run.pretrain(3)
@@ -195,12 +234,16 @@ def test_fine_tuning_stops_when_assignments_rest() -> None:
 
 
 def test_the_assignment_of_highest_modularity_is_returned() -> None:
-    """Six centres for three blocks move about for long; the best partition is neither the first nor the last."""
+    """Six centres for three blocks move about for long; the best partition is neither the first nor
+    the last.
+    """
     settings = replace(QUICK, finetune_epochs=12, stop_below=0.0, finetune_lr=5e-2)
     labels, ticks, assigned, topology = run_with_history(settings, seed=1, clusters=6)
     scores = [hard_modularity(one, topology) for one in assigned]
     assert scores[1:] == [tick["modularity"] for tick in ticks]
-    assert 0 < scores.index(max(scores)) < len(scores) - 1 and hard_modularity(labels, topology) == max(scores)
+    assert 0 < scores.index(max(scores)) < len(scores) - 1 and hard_modularity(
+        labels, topology
+    ) == max(scores)
     assert torch.equal(labels, assigned[scores.index(max(scores))])
     changes = [float((a != b).double().mean()) for a, b in pairwise(assigned)]
     assert changes == [tick["changed"] for tick in ticks]
@@ -208,7 +251,14 @@ def test_the_assignment_of_highest_modularity_is_returned() -> None:
 
 def test_centres_stay_in_the_unit_ball_and_clustering_leaves_the_encoder_alone() -> None:
     x, topology, _ = planted()
-    run = _Run(x, topology, replace(QUICK, tradeoff=0.0, stop_below=0.0, finetune_lr=0.3), 0, Comm(), lambda *_: None)
+    run = _Run(
+        x,
+        topology,
+        replace(QUICK, tradeoff=0.0, stop_below=0.0, finetune_lr=0.3),
+        0,
+        Comm(),
+        lambda *_: None,
+    )
     run.pretrain(3)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     first = run.first_centres(3)
@@ -230,14 +280,24 @@ def test_the_tradeoff_trains_the_encoder_on() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [QUICK, replace(QUICK, batch=50, pretrain_epochs=8, finetune_lr=1e-3), replace(QUICK, batch=90, pretrain_epochs=15, whole_values=0, fit_rows=100)],
+    [
+        QUICK,
+        replace(QUICK, batch=50, pretrain_epochs=8, finetune_lr=1e-3),
+        replace(QUICK, batch=90, pretrain_epochs=15, whole_values=0, fit_rows=100),
+    ],
     ids=["full batch", "batches", "bounded memory"],
 )
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_planted_blocks_are_found(settings: DinkNetSettings, is_sparse: bool) -> None:
     x, topology, y = planted(blocks=3, width=30)
-    labels, confidence = dinknet_labels(sparse(x) if is_sparse else x, topology, 3, settings, seed=0)
-    assert labels.dtype == torch.int64 and confidence.dtype == torch.float64 and bool((confidence >= 0).all())
+    labels, confidence = dinknet_labels(
+        sparse(x) if is_sparse else x, topology, 3, settings, seed=0
+    )
+    assert (
+        labels.dtype == torch.int64
+        and confidence.dtype == torch.float64
+        and bool((confidence >= 0).all())
+    )
     score = adjusted_rand_score(y, labels.numpy())
     assert score > 0.9
     sure = confidence >= confidence.median()
@@ -247,7 +307,10 @@ def test_planted_blocks_are_found(settings: DinkNetSettings, is_sparse: bool) ->
 def test_an_embedding_read_batch_by_batch_gives_the_labels_of_a_kept_one() -> None:
     """One batch of all nodes induces the whole graph, so both paths compute the same H."""
     x, topology, _ = planted()
-    kept, read = (dinknet_labels(x, topology, 4, replace(QUICK, whole_values=values), seed=2) for values in (1 << 30, 0))
+    kept, read = (
+        dinknet_labels(x, topology, 4, replace(QUICK, whole_values=values), seed=2)
+        for values in (1 << 30, 0)
+    )
     assert torch.equal(kept[0], read[0])
     torch.testing.assert_close(kept[1], read[1])
 
@@ -261,8 +324,17 @@ def test_bounded_memory_never_makes_the_whole_embedding(monkeypatch: pytest.Monk
     monkeypatch.setattr(Nodes, "embedding", refuse)
     seen: list[int] = []
     plain = Nodes.batch_embedding
-    monkeypatch.setattr(Nodes, "batch_embedding", lambda self, model, batch, hops: (seen.append(batch.gids.numel()), plain(self, model, batch, hops))[1])
-    dinknet_labels(x, topology, 3, replace(QUICK, batch=50, pretrain_epochs=1, whole_values=0), seed=0)
+    monkeypatch.setattr(
+        Nodes,
+        "batch_embedding",
+        lambda self, model, batch, hops: (
+            seen.append(batch.gids.numel()),
+            plain(self, model, batch, hops),
+        )[1],
+    )
+    dinknet_labels(
+        x, topology, 3, replace(QUICK, batch=50, pretrain_epochs=1, whole_values=0), seed=0
+    )
     assert seen and max(seen) == 50
 
 
@@ -278,15 +350,23 @@ def test_same_seed_same_labels_and_torch_generator_untouched() -> None:
 
 def test_published_settings_and_the_rule_by_size() -> None:
     assert (settings_for("cora", 2708).width, settings_for("cora", 2708).hops) == (512, 5)
-    assert (settings_for("citeseer", 3327).width, settings_for("citeseer", 3327).pretrain_epochs) == (1536, 100)
+    assert (
+        settings_for("citeseer", 3327).width,
+        settings_for("citeseer", 3327).pretrain_epochs,
+    ) == (1536, 100)
     assert settings_for("ogbn-papers100m", 111_059_956).batch == 10_240
     small, large, larger = (settings_for("mine", count) for count in (20_000, 200_000, 5_000_000))
     assert small == DinkNetSettings() and small.batch >= 20_000
     assert (large.width, large.batch, large.pretrain_epochs) == (256, 8192, 8)
-    assert larger.pretrain_epochs == 1 and larger.finetune_lr * math.ceil(5_000_000 / 8192) == pytest.approx(1e-2)
+    assert larger.pretrain_epochs == 1 and larger.finetune_lr * math.ceil(
+        5_000_000 / 8192
+    ) == pytest.approx(1e-2)
 
 
-@pytest.mark.parametrize(("nodes", "clusters", "words"), [(30, 1, "1 clusters"), (30, 31, "31 clusters of 30"), (29, 3, "29 nodes were given")])
+@pytest.mark.parametrize(
+    ("nodes", "clusters", "words"),
+    [(30, 1, "1 clusters"), (30, 31, "31 clusters of 30"), (29, 3, "29 nodes were given")],
+)
 def test_bad_input_is_explained(nodes: int, clusters: int, words: str) -> None:
     with pytest.raises(UserError, match=f"Dink-Net: .*{words}"):
         dinknet_labels(torch.ones(nodes, 2), random_topology(30, 60), clusters, QUICK, seed=0)

@@ -13,7 +13,9 @@ from cimage_dist.errors import UserError
 from cimage_dist.pseudo.kmeans import assign, kmeans
 
 
-def blobs(num_rows: int = 600, dim: int = 6, centres: int = 5, offset: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+def blobs(
+    num_rows: int = 600, dim: int = 6, centres: int = 5, offset: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     x, y = make_blobs(num_rows, dim, centers=centres, cluster_std=0.7, random_state=3)
     return x + offset, y
 
@@ -49,7 +51,9 @@ def test_labels_distances_and_confidence_belong_to_the_returned_centres() -> Non
     d = torch.cdist(x, result.centres).square()
     two = d.topk(2, largest=False)
     assert torch.equal(result.labels, two.indices[:, 0])
-    torch.testing.assert_close(result.confidence, two.values[:, 1] - two.values[:, 0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        result.confidence, two.values[:, 1] - two.values[:, 0], rtol=0, atol=1e-12
+    )
     assert result.inertia == pytest.approx(float(two.values[:, 0].sum()), rel=1e-12)
     labels, confidence, distance = assign(x, result.centres)
     assert torch.equal(labels, result.labels)
@@ -58,7 +62,9 @@ def test_labels_distances_and_confidence_belong_to_the_returned_centres() -> Non
 
 
 def test_ties_go_to_the_lowest_cluster() -> None:
-    x = torch.tensor([[0.0], [2.0], [1.0]])  # small integers around their mean: all distances are exact
+    x = torch.tensor(
+        [[0.0], [2.0], [1.0]]
+    )  # small integers around their mean: all distances are exact
     labels, confidence, distance = assign(x, torch.tensor([[0.0], [2.0], [2.0]]))
     assert labels.tolist() == [0, 1, 0]
     assert confidence.tolist() == [4.0, 0.0, 0.0]
@@ -85,8 +91,11 @@ def test_restarts_keep_the_lowest_inertia() -> None:
 
 def test_empty_clusters_recover() -> None:
     x, y = blobs(200, centres=2)
-    # The second centre is so far off that no row is its own; the farthest row lies in the other blob.
-    start = torch.stack([torch.tensor(x[y == 0].mean(0)), torch.full((x.shape[1],), 1e4, dtype=torch.float64)])
+    # The second centre is so far off that no row is its own; the farthest row lies in the other
+    # blob.
+    start = torch.stack(
+        [torch.tensor(x[y == 0].mean(0)), torch.full((x.shape[1],), 1e4, dtype=torch.float64)]
+    )
     result = kmeans(torch.tensor(x), 2, seed=0, init=start)
     assert adjusted_rand_score(y, result.labels.numpy()) == 1.0
 
@@ -95,7 +104,13 @@ def test_several_empty_clusters_take_the_farthest_rows_in_order() -> None:
     x = torch.tensor([[0.0], [0.0], [10.0], [-10.0], [5.0]], dtype=torch.float64)  # mean 1: exact
     start = torch.tensor([[0.0], [1e4], [2e4], [3e4]], dtype=torch.float64)
     result = kmeans(x, 4, seed=0, init=start)
-    assert result.labels.tolist() == [0, 0, 1, 2, 3]  # rows 2 and 3 tie at distance 10: the lower id comes first
+    assert result.labels.tolist() == [
+        0,
+        0,
+        1,
+        2,
+        3,
+    ]  # rows 2 and 3 tie at distance 10: the lower id comes first
     assert result.inertia == 0.0
 
 
@@ -110,7 +125,9 @@ def test_single_precision_survives_a_large_offset() -> None:
     a = kmeans(torch.tensor(near[0], dtype=torch.float32), 5, seed=0, restarts=3)
     b = kmeans(torch.tensor(far[0], dtype=torch.float32), 5, seed=0, restarts=3)
     assert adjusted_rand_score(a.labels.numpy(), b.labels.numpy()) == 1.0
-    assert b.inertia == pytest.approx(a.inertia, rel=1e-3)  # rows at 1e4 are themselves rounded to 1e-3
+    assert b.inertia == pytest.approx(
+        a.inertia, rel=1e-3
+    )  # rows at 1e4 are themselves rounded to 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -144,13 +161,17 @@ def test_as_many_clusters_as_rows() -> None:
 
 def test_spherical_ignores_length_and_returns_unit_centres() -> None:
     generator = torch.Generator().manual_seed(0)
-    directions = torch.eye(4, dtype=torch.float64).repeat(25, 1) + 0.05 * torch.randn(100, 4, dtype=torch.float64, generator=generator)
+    directions = torch.eye(4, dtype=torch.float64).repeat(25, 1) + 0.05 * torch.randn(
+        100, 4, dtype=torch.float64, generator=generator
+    )
     x = directions * torch.rand(100, 1, dtype=torch.float64, generator=generator).mul(100).add(0.01)
     result = kmeans(x, 4, seed=0, restarts=3, spherical=True)
     assert adjusted_rand_score(np.tile(np.arange(4), 25), result.labels.numpy()) == 1.0
     torch.testing.assert_close(result.centres.norm(dim=1), torch.ones(4, dtype=torch.float64))
     unit = torch.nn.functional.normalize(x, dim=1)
-    assert result.inertia == pytest.approx(float((2 - 2 * (unit * result.centres[result.labels]).sum(1)).sum()), rel=1e-9)
+    assert result.inertia == pytest.approx(
+        float((2 - 2 * (unit * result.centres[result.labels]).sum(1)).sum()), rel=1e-9
+    )
 
 
 def test_spherical_with_opposite_and_zero_rows_stays_finite() -> None:
@@ -180,6 +201,8 @@ def test_half_precision_rows(dtype: torch.dtype) -> None:
         (torch.zeros(3, 2), 2, {"restarts": 0}, "at least 1"),
     ],
 )
-def test_bad_input_is_explained(x: torch.Tensor, num_clusters: int, options: dict, words: str) -> None:
+def test_bad_input_is_explained(
+    x: torch.Tensor, num_clusters: int, options: dict, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         kmeans(x, num_clusters, seed=0, **options)

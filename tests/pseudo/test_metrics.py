@@ -13,7 +13,15 @@ from sklearn.metrics import adjusted_rand_score, f1_score, normalized_mutual_inf
 
 from cimage_dist.errors import UserError
 from cimage_dist.pseudo import metrics
-from cimage_dist.pseudo.metrics import ari, cluster_scores, contingency, hard_modularity, macro_f1, matched_accuracy, nmi
+from cimage_dist.pseudo.metrics import (
+    ari,
+    cluster_scores,
+    contingency,
+    hard_modularity,
+    macro_f1,
+    matched_accuracy,
+    nmi,
+)
 from cimage_dist.types import Topology
 
 
@@ -36,7 +44,9 @@ def check_against_sklearn(pred: np.ndarray, true: np.ndarray, num_pred: int, num
     occurring = np.unique(true)
     occurring_table = table[:, torch.tensor(occurring)]
     guess = np.append(occurring, -1)[mapped(pred, true, occurring_table)]
-    assert macro_f1(table) == pytest.approx(f1_score(true, guess, labels=occurring, average="macro", zero_division=0), abs=1e-12)
+    assert macro_f1(table) == pytest.approx(
+        f1_score(true, guess, labels=occurring, average="macro", zero_division=0), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(("num_pred", "num_true"), [(5, 5), (8, 3), (3, 8), (1, 4), (4, 1), (1, 1)])
@@ -55,9 +65,14 @@ def test_scores_match_sklearn_on_any_labels(pairs: list[tuple[int, int]]) -> Non
         check_against_sklearn(pred, true, 5, 4)
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=40), st.permutations(range(5)))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=40),
+    st.permutations(range(5)),
+)
 @settings(max_examples=60, deadline=None)
-def test_scores_do_not_depend_on_cluster_names_and_stay_in_range(pairs: list[tuple[int, int]], names: list[int]) -> None:
+def test_scores_do_not_depend_on_cluster_names_and_stay_in_range(
+    pairs: list[tuple[int, int]], names: list[int]
+) -> None:
     pred, true = torch.tensor(pairs).T
     a = cluster_scores(contingency(pred, true, 5, 4))
     b = cluster_scores(contingency(torch.tensor(names)[pred], true, 5, 4))
@@ -96,7 +111,10 @@ def test_unknown_labels_are_left_out_and_wrong_ids_named() -> None:
 
 def topology_of(graph: nx.Graph) -> Topology:
     adjacency = nx.to_scipy_sparse_array(graph, nodelist=sorted(graph), format="csr")
-    return Topology(torch.tensor(adjacency.indptr, dtype=torch.int64), torch.tensor(adjacency.indices, dtype=torch.int32))
+    return Topology(
+        torch.tensor(adjacency.indptr, dtype=torch.int64),
+        torch.tensor(adjacency.indices, dtype=torch.int32),
+    )
 
 
 @pytest.mark.parametrize("edges_per_chunk", [1, 7, 1 << 20])
@@ -107,7 +125,9 @@ def test_modularity_matches_networkx(edges_per_chunk: int, monkeypatch: pytest.M
     labels = torch.tensor(np.random.default_rng(0).integers(0, 5, 44))
     labels[labels == 2] = 3  # an empty cluster
     parts = [set(np.flatnonzero(labels.numpy() == c)) for c in range(5)]
-    assert hard_modularity(labels, topology_of(graph)) == pytest.approx(nx.community.modularity(graph, parts), abs=1e-12)
+    assert hard_modularity(labels, topology_of(graph)) == pytest.approx(
+        nx.community.modularity(graph, parts), abs=1e-12
+    )
 
 
 def test_modularity_of_trivial_partitions() -> None:

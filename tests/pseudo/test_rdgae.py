@@ -1,4 +1,6 @@
-"""R-DGAE: its losses against dense formulas, its two operators on hand-made cases, and the whole on a planted graph."""
+"""R-DGAE: its losses against dense formulas, its two operators on hand-made cases, and the whole on
+a planted graph.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from cimage_dist.errors import UserError
 from cimage_dist.nn.features import SparseRows, compact
 from cimage_dist.pseudo import rdgae_loss
 from cimage_dist.pseudo.metrics import contingency, matched_accuracy
-from cimage_dist.pseudo.rdgae import Encoder, RDGAESettings, rdgae_labels, restored_counts, settings_for
+from cimage_dist.pseudo.rdgae import (
+    Encoder,
+    RDGAESettings,
+    rdgae_labels,
+    restored_counts,
+    settings_for,
+)
 from cimage_dist.pseudo.rdgae_loss import TargetGraph, TrustedNodes
 from cimage_dist.types import Topology
 from tests.graphs import random_topology, topology_from_pairs
@@ -24,7 +32,12 @@ QUICK = RDGAESettings(0.6, 0.3, pretrain_epochs=40, cluster_epochs=40, restarts=
 
 
 def embedding(num_nodes: int, width: int = 4, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
-    return (scale * torch.randn(num_nodes, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+    return (
+        scale
+        * torch.randn(
+            num_nodes, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+    ).requires_grad_()
 
 
 def one_way_target(num_nodes: int = 53) -> TargetGraph:
@@ -53,7 +66,10 @@ def test_the_reconstruction_loss_is_the_dense_one_with_its_gradient(scale, tile,
     monkeypatch.setattr(rdgae_loss, "_TILE", tile)
     monkeypatch.setattr(rdgae_loss, "_PAIRS_PER_CHUNK", 17)
     target, z = one_way_target(), embedding(53, scale=scale)
-    dense, tiled = dense_reconstruction(z, target), rdgae_loss.reconstruction_loss(z, target, Comm())
+    dense, tiled = (
+        dense_reconstruction(z, target),
+        rdgae_loss.reconstruction_loss(z, target, Comm()),
+    )
     torch.testing.assert_close(tiled, dense, rtol=1e-12, atol=0)
     want, found = (torch.autograd.grad(3 * loss, z)[0] for loss in (dense, tiled))
     torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-14)
@@ -61,7 +77,9 @@ def test_the_reconstruction_loss_is_the_dense_one_with_its_gradient(scale, tile,
 
 def test_very_unlike_nodes_stay_finite_in_single_precision():
     z = torch.tensor([[40.0, 0.0], [-40.0, 0.0]], requires_grad=True)
-    loss = rdgae_loss.reconstruction_loss(z, TargetGraph.of(topology_from_pairs([(0, 1)], 2), CPU), Comm())
+    loss = rdgae_loss.reconstruction_loss(
+        z, TargetGraph.of(topology_from_pairs([(0, 1)], 2), CPU), Comm()
+    )
     assert loss.item() == pytest.approx(800)  # 1/4 of two missed edges at 1600 each
     assert bool(torch.autograd.grad(loss, z)[0].isfinite().all())
 
@@ -108,7 +126,9 @@ def test_the_clustering_loss_is_the_divergence_summed_over_trusted_nodes():
     dense = F.kl_div(q[omega].log(), p[omega], reduction="sum")
     found = rdgae_loss.clustering_loss(z, centres, labels, omega, Comm())
     torch.testing.assert_close(found, dense, rtol=1e-12, atol=0)
-    for want, got in zip(*(torch.autograd.grad(loss, (z, centres)) for loss in (dense, found)), strict=True):
+    for want, got in zip(
+        *(torch.autograd.grad(loss, (z, centres)) for loss in (dense, found)), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
 
 
@@ -130,7 +150,9 @@ def edges_of(target: TargetGraph) -> set[tuple[int, int]]:
 
 
 def test_the_correction_ties_trusted_nodes_to_hubs_and_cuts_between_clusters():
-    """Nodes 0-2 are of cluster 0 with hub 1, nodes 3-5 of cluster 1 with hub 5; node 2, nearest centre 0, and node 3 are not trusted."""
+    """Nodes 0-2 are of cluster 0 with hub 1, nodes 3-5 of cluster 1 with hub 5; node 2, nearest
+    centre 0, and node 3 are not trusted.
+    """
     target = TargetGraph.of(topology_from_pairs([(0, 4), (0, 3), (2, 5), (4, 5), (0, 2)], 6), CPU)
     squared = torch.tensor([[2.0, 9.0], [1.0, 9.0], [0.5, 9.0], [9.0, 1.0], [9.0, 3.0], [9.0, 2.0]])
     omega = torch.tensor([True, True, False, False, True, True])
@@ -149,7 +171,12 @@ def test_trusted_nodes_only_grow_and_thresholds_shrink_when_they_do_not():
     q = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.4, 0.3, 0.3], [0.34, 0.33, 0.33]])
     trusted = TrustedNodes(torch.zeros(4, dtype=torch.bool), beta1=0.45, beta2=0.2)
     trusted.after_epoch(q)
-    assert trusted.omega.tolist() == [True, False, False, False]  # node 1: the best is not clear of the second
+    assert trusted.omega.tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]  # node 1: the best is not clear of the second
     trusted.after_epoch(q.flip(0))
     assert trusted.omega.tolist() == [True, False, False, False]  # as many nodes, but no more
     for _ in range(13):
@@ -167,10 +194,15 @@ def planted(num_nodes: int = 240, blocks: int = 3) -> tuple[torch.Tensor, Topolo
     generator = torch.Generator().manual_seed(0)
     true = torch.arange(num_nodes) % blocks
     first = torch.randint(0, num_nodes, (num_nodes * 5,), generator=generator)
-    inside = torch.randint(0, num_nodes // blocks, first.shape, generator=generator) * blocks + true[first]
+    inside = (
+        torch.randint(0, num_nodes // blocks, first.shape, generator=generator) * blocks
+        + true[first]
+    )
     across = torch.randint(0, num_nodes, first.shape, generator=generator)
     second = torch.where(torch.rand(first.shape, generator=generator) < 0.9, inside, across)
-    chance = torch.full((num_nodes, 60), 0.03).masked_fill(torch.arange(60) % blocks == true[:, None], 0.1)
+    chance = torch.full((num_nodes, 60), 0.03).masked_fill(
+        torch.arange(60) % blocks == true[:, None], 0.1
+    )
     x = torch.bernoulli(chance, generator=generator).double()
     return x, topology_from_pairs(torch.stack([first, second], 1).numpy(), num_nodes), true
 
@@ -179,7 +211,14 @@ def test_planted_clusters_are_found_and_the_seed_decides_everything():
     x, topology, true = planted()
     ticks: list[tuple[int, int, str]] = []
     torch.manual_seed(3)
-    labels, confidence = rdgae_labels(compact(x), topology, 3, QUICK, 0, tick=lambda step, total, values, stage: ticks.append((step, total, stage)))
+    labels, confidence = rdgae_labels(
+        compact(x),
+        topology,
+        3,
+        QUICK,
+        0,
+        tick=lambda step, total, values, stage: ticks.append((step, total, stage)),
+    )
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(1), drawn)  # the caller's randomness is left alone
@@ -189,7 +228,11 @@ def test_planted_clusters_are_found_and_the_seed_decides_everything():
     assert right > 0.95
     surest = confidence.topk(60).indices
     assert matched_accuracy(contingency(labels[surest], true[surest], 3, 3)) >= right
-    assert ticks[0] == (1, 40, "R-DGAE pre-training") and ticks[-1] == (40, 40, "R-DGAE clustering") and len(ticks) == 80
+    assert (
+        ticks[0] == (1, 40, "R-DGAE pre-training")
+        and ticks[-1] == (40, 40, "R-DGAE clustering")
+        and len(ticks) == 80
+    )
     again = rdgae_labels(compact(x), topology, 3, QUICK, 0)
     assert torch.equal(again[0], labels) and torch.equal(again[1], confidence)
     other = rdgae_labels(compact(x), topology, 3, QUICK, 1)[1]
@@ -206,7 +249,9 @@ def test_dense_and_sparse_features_agree():
 
 def test_sampled_pairs_find_the_planted_clusters_too():
     x, topology, true = planted()
-    sampled = RDGAESettings(0.6, 0.3, pretrain_epochs=40, cluster_epochs=40, restarts=3, members=2, exact_nodes=100)
+    sampled = RDGAESettings(
+        0.6, 0.3, pretrain_epochs=40, cluster_epochs=40, restarts=3, members=2, exact_nodes=100
+    )
     labels, confidence = rdgae_labels(x, topology, 3, sampled, 0)
     assert matched_accuracy(contingency(labels, true, 3, 3)) > 0.95
     assert not torch.equal(confidence, rdgae_labels(x, topology, 3, QUICK, 0)[1])

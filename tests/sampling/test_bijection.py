@@ -8,7 +8,9 @@ from scipy import stats
 from cimage_dist.sampling.seeds import Bijection
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 97, 256, 1000, 4096, 4099, 20_011])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 97, 256, 1000, 4096, 4099, 20_011]
+)
 def test_is_a_permutation_with_inverse(size: int) -> None:
     positions = torch.arange(size)
     for key in (0, 1, -(2**63)):
@@ -32,7 +34,8 @@ def test_keys_give_unrelated_orders_without_fixed_structure() -> None:
     size = 10_000
     positions = torch.arange(size)
     first, second = Bijection(size, 1)(positions), Bijection(size, 2)(positions)
-    # A random permutation has 1 fixed point, agrees with another in 1 place and has 1 preserved step, each Poisson(1): above 8 is a 1e-6 event.
+    # A random permutation has 1 fixed point, agrees with another in 1 place and has 1 preserved
+    # step, each Poisson(1): above 8 is a 1e-6 event.
     assert int((first == positions).sum()) <= 8
     assert int((first == second).sum()) <= 8
     assert int((first.diff() == 1).sum()) <= 8
@@ -46,7 +49,9 @@ def test_first_two_outputs_are_uniform_over_keys(size: int) -> None:
     drawn = torch.stack([Bijection(size, key)(torch.tensor([0, 1])) for key in range(trials)])
     for column in drawn.T:
         assert stats.chisquare(np.bincount(column.numpy(), minlength=size)).pvalue > 1e-4
-    pairs = np.bincount((drawn[:, 0] * size + drawn[:, 1]).numpy(), minlength=size * size).reshape(size, size)
+    pairs = np.bincount((drawn[:, 0] * size + drawn[:, 1]).numpy(), minlength=size * size).reshape(
+        size, size
+    )
     assert np.diag(pairs).sum() == 0
     assert stats.chisquare(pairs[~np.eye(size, dtype=bool)]).pvalue > 1e-4
 

@@ -17,19 +17,34 @@ TENSORS = ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")
 
 
 def flatten(batch: SampledBatch) -> list[torch.Tensor]:
-    edges = [batch.edges.src, batch.edges.dst] + ([] if batch.edges.weight is None else [batch.edges.weight])
+    edges = [batch.edges.src, batch.edges.dst] + (
+        [] if batch.edges.weight is None else [batch.edges.weight]
+    )
     return [getattr(batch, name) for name in TENSORS] + edges
 
 
 def assert_same(first: list[SampledBatch], second: list[SampledBatch]) -> None:
     assert [b.step for b in first] == [b.step for b in second]
     for a, b in zip(first, second, strict=True):
-        assert (a.nodes_per_hop, a.edges_per_hop, a.global_pos, a.global_neg) == (b.nodes_per_hop, b.edges_per_hop, b.global_pos, b.global_neg)
-        assert len(flatten(a)) == len(flatten(b)) and all(torch.equal(x, y) for x, y in zip(flatten(a), flatten(b), strict=True))
+        assert (a.nodes_per_hop, a.edges_per_hop, a.global_pos, a.global_neg) == (
+            b.nodes_per_hop,
+            b.edges_per_hop,
+            b.global_pos,
+            b.global_neg,
+        )
+        assert len(flatten(a)) == len(flatten(b)) and all(
+            torch.equal(x, y) for x, y in zip(flatten(a), flatten(b), strict=True)
+        )
 
 
 def make_source(**options: object) -> BatchSource:
-    defaults: dict[str, object] = {"fanouts": [4, 3], "batch_edges": 64, "seed": 2, "hide_rate": 0.2, "backend": "csr"}
+    defaults: dict[str, object] = {
+        "fanouts": [4, 3],
+        "batch_edges": 64,
+        "seed": 2,
+        "hide_rate": 0.2,
+        "backend": "csr",
+    }
     return BatchSource(*random_csr(), **(defaults | options))  # type: ignore[arg-type]
 
 
@@ -38,7 +53,9 @@ def test_a_second_view_sees_the_same_positives_and_none_of_their_edges():
     for step in (0, 3):
         plain, batch = one[step], two[step]
         assert plain.second is None and batch.second is not None
-        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(plain.edges.src, batch.edges.src)
+        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(
+            plain.edges.src, batch.edges.src
+        )
         view = batch.second
         assert torch.equal(view.node_gid[view.pos], batch.node_gid[batch.pos])
         listed = two.hidden(step, two.schedule.batch(step), 1)
@@ -102,22 +119,31 @@ def test_no_message_follows_a_hidden_edge(hide_rate: float) -> None:
         whole = source.schedule.batch(step)
         unseen = {frozenset(pair) for pair in zip(whole.u.tolist(), whole.v.tolist(), strict=True)}
         source_gid, target_gid = batch.node_gid[batch.edges.src], batch.node_gid[batch.edges.dst]
-        assert not unseen & {frozenset(pair) for pair in zip(source_gid.tolist(), target_gid.tolist(), strict=True)}
-        pair_id = torch.minimum(source_gid, target_gid) * 300 + torch.maximum(source_gid, target_gid)
+        assert not unseen & {
+            frozenset(pair) for pair in zip(source_gid.tolist(), target_gid.tolist(), strict=True)
+        }
+        pair_id = torch.minimum(source_gid, target_gid) * 300 + torch.maximum(
+            source_gid, target_gid
+        )
         assert (keyed.uniform(keyed.stream(2, "mask-extra", step), pair_id) >= hide_rate).all()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("batch_edges", [2, 64])
 def test_ranks_together_hold_the_global_batch(world: int, batch_edges: int) -> None:
-    sources = [make_source(rank=rank, world=world, batch_edges=batch_edges) for rank in range(world)]
+    sources = [
+        make_source(rank=rank, world=world, batch_edges=batch_edges) for rank in range(world)
+    ]
     schedule = sources[0].schedule
     for step in (0, schedule.steps_per_epoch - 1):
         parts = [source[step] for source in sources]
         for name, whole in (("pos", schedule.batch(step)), ("neg", schedule.negatives(step))):
             pairs = torch.cat([part.node_gid[getattr(part, name)] for part in parts])
             assert torch.equal(pairs, torch.from_numpy(np.stack([whole.u, whole.v], axis=1)))
-            assert torch.equal(torch.cat([getattr(part, f"{name}_weight") for part in parts]), torch.from_numpy(whole.weight))
+            assert torch.equal(
+                torch.cat([getattr(part, f"{name}_weight") for part in parts]),
+                torch.from_numpy(whole.weight),
+            )
             assert {getattr(part, f"global_{name}") for part in parts} == {whole.total}
         # A node is drawn alike on every rank: what two ranks sampled into it as a seed is the same.
         into: dict[int, list[int]] = {}
@@ -131,7 +157,11 @@ def test_ranks_together_hold_the_global_batch(world: int, batch_edges: int) -> N
 
 def test_a_rank_without_edges_gets_an_empty_batch() -> None:
     batch = make_source(batch_edges=2, rank=0, world=5)[0]
-    assert batch.pos.shape == batch.neg.shape == (0, 2) and batch.node_gid.numel() == 0 and batch.edges.num_nodes == 0
+    assert (
+        batch.pos.shape == batch.neg.shape == (0, 2)
+        and batch.node_gid.numel() == 0
+        and batch.edges.num_nodes == 0
+    )
     assert batch.global_pos == 2
 
 
@@ -147,18 +177,28 @@ def test_weights_only_where_a_fanout_is_capped() -> None:
     torch.testing.assert_close(total[:expanded], batch.degree[:expanded])  # float32 sums
 
 
-def test_negatives_without_rejection_are_counted_without_placing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negatives_without_rejection_are_counted_without_placing_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(seeds_module, "REJECT_UP_TO_NODES", 10)
     source = make_source(rank=1, world=3)
     last = source.schedule.steps_per_epoch - 1
     assert source[last].global_neg == source[last].global_pos < 64
     whole = source.schedule.negatives(last)
     pairs = source[last].node_gid[source[last].neg]
-    assert torch.equal(pairs, torch.from_numpy(np.stack([whole.u, whole.v], axis=1)[source.begin : source.end]))
+    assert torch.equal(
+        pairs, torch.from_numpy(np.stack([whole.u, whole.v], axis=1)[source.begin : source.end])
+    )
 
 
 def test_one_edge_and_a_star() -> None:
-    edge = BatchSource(*make_csr(3, np.array([0]), np.array([2])), fanouts=[2, 2], batch_edges=4, seed=0, backend="csr")
+    edge = BatchSource(
+        *make_csr(3, np.array([0]), np.array([2])),
+        fanouts=[2, 2],
+        batch_edges=4,
+        seed=0,
+        backend="csr",
+    )
     batch = edge[5]
     assert edge.schedule.steps_per_epoch == 1 and batch.global_pos == 1
     assert batch.edges.src.numel() == 0  # the only edge is the positive, so nothing may be seen

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cimage_dist.config import MaskConfig
-from cimage_dist.sampling.masking import PathMasker, edge_keys, is_edge, reverse_entries, walk_edges, walk_starts
+from cimage_dist.sampling.masking import (
+    PathMasker,
+    edge_keys,
+    is_edge,
+    reverse_entries,
+    walk_edges,
+    walk_starts,
+)
 from tests.graphs import random_topology, star, topology_from_pairs
 
 
@@ -58,7 +65,9 @@ def test_node_starts_mask_at_most_three_edges_each():
 
 
 def test_every_walk_step_follows_an_edge_of_the_node_it_stands_on():
-    """From one leaf of a star every walk goes leaf, hub, leaf, hub: entries alternate between the two kinds of rows."""
+    """From one leaf of a star every walk goes leaf, hub, leaf, hub: entries alternate between the
+    two kinds of rows.
+    """
     topology = star(5)
     walked = walk_edges(topology, torch.tensor([3]), torch.tensor([3]), 2, seed=0, epoch=0)
     rows = topology.rows()[walked].tolist()
@@ -81,11 +90,18 @@ def test_masks_are_a_function_of_seed_and_epoch():
 
 
 def test_walk_choices_are_uniform():
-    """4,000 first steps from the hub of an 8-leaf star: chi-square with 7 degrees of freedom below 24.3 (p = 0.001)."""
+    """4,000 first steps from the hub of an 8-leaf star: chi-square with 7 degrees of freedom below
+    24.3 (p = 0.001).
+    """
     topology = star(8)
     counts = torch.zeros(8)
     for epoch in range(4000):
-        counts[topology.indices[walk_edges(topology, torch.tensor([0]), torch.tensor([0]), 1, 0, epoch)] - 1] += 1
+        counts[
+            topology.indices[
+                walk_edges(topology, torch.tensor([0]), torch.tensor([0]), 1, 0, epoch)
+            ]
+            - 1
+        ] += 1
     assert float(((counts - 500) ** 2 / 500).sum()) < 24.3
 
 
@@ -101,7 +117,9 @@ def test_negatives_are_neither_edges_nor_loops():
 def test_negatives_are_keyed_by_position():
     masker = PathMasker(random_topology(100, 50), MaskConfig(), 0)
     whole = masker.negatives(64, step=3)
-    torch.testing.assert_close(torch.cat([masker.negatives(20, 3), masker.negatives(44, 3, offset=20)]), whole)
+    torch.testing.assert_close(
+        torch.cat([masker.negatives(20, 3), masker.negatives(44, 3, offset=20)]), whole
+    )
     assert not torch.equal(whole, masker.negatives(64, step=4))
 
 
@@ -117,4 +135,6 @@ def test_edge_starts_keep_about_the_asked_share(rate):
     starts, walker = walk_starts(topology, MaskConfig(start="edge", start_rate=rate), 0, 0)
     assert torch.equal(topology.rows()[walker], starts)
     share = starts.numel() / topology.num_edges
-    assert abs(share - rate) < 4 * (rate * (1 - rate) / topology.num_edges) ** 0.5 + 1e-9  # four standard errors
+    assert (
+        abs(share - rate) < 4 * (rate * (1 - rate) / topology.num_edges) ** 0.5 + 1e-9
+    )  # four standard errors

@@ -48,7 +48,9 @@ def slow_operator(colptr: Tensor, row: Tensor, seeds: Tensor, fanout: int) -> tu
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend `torch-sparse` made of `slow_operator`, so that everything around the operator is tested without the package."""
+    """A backend `torch-sparse` made of `slow_operator`, so that everything around the operator is
+    tested without the package.
+    """
     monkeypatch.setattr(sampler, "_import_error", lambda name: None)
     monkeypatch.setitem(sampler.ONE_HOP, "torch-sparse", slow_operator)
     return "torch-sparse"
@@ -88,7 +90,9 @@ def test_works_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
         csr_sampler.resolve_engine("numba")
 
 
-def counts(graph: Csr, backend: str, fanouts: list[int], trials: int, hidden: HiddenEdges | None) -> np.ndarray:
+def counts(
+    graph: Csr, backend: str, fanouts: list[int], trials: int, hidden: HiddenEdges | None
+) -> np.ndarray:
     """How often each entry of the graph was used as a message, from seeds 0, 1, 2."""
     one = NeighbourSampler(*graph, fanouts, seed=4, backend=backend)
     total = np.zeros(len(graph[1]), dtype=np.int64)
@@ -97,15 +101,23 @@ def counts(graph: Csr, backend: str, fanouts: list[int], trials: int, hidden: Hi
     return total
 
 
-def check_same_distribution(graph: Csr, backend: str, fanouts: list[int], trials: int, hidden: HiddenEdges | None) -> None:
-    """Usage counts of every entry differ between backends by no more than two binomial samples of the same share do."""
-    ours, theirs = counts(graph, "csr", fanouts, trials, hidden), counts(graph, backend, fanouts, trials, hidden)
+def check_same_distribution(
+    graph: Csr, backend: str, fanouts: list[int], trials: int, hidden: HiddenEdges | None
+) -> None:
+    """Usage counts of every entry differ between backends by no more than two binomial samples of
+    the same share do.
+    """
+    ours, theirs = (
+        counts(graph, "csr", fanouts, trials, hidden),
+        counts(graph, backend, fanouts, trials, hidden),
+    )
     share = (ours + theirs) / (2 * trials)
     random = (share > 0) & (share < 1)
     assert np.array_equal(ours[~random], theirs[~random])
     z = (ours - theirs)[random] / np.sqrt(2 * trials * share[random] * (1 - share[random]))
     assert np.abs(z).max() < 4.5  # some hundred normal deviates
-    # Counts of a row sum to its fan-out, so z is narrower than a standard normal; wider would mean different shares.
+    # Counts of a row sum to its fan-out, so z is narrower than a standard normal; wider would mean
+    # different shares.
     assert stats.chi2.sf((z**2).sum(), len(z)) > 1e-4
 
 
@@ -138,26 +150,44 @@ def test_compiled_backend_equals_csr_without_a_cap(backend: str) -> None:
     need(backend)
     graph = random_csr()
     for fanouts in ([-1, -1], [1000, 1000]):
-        a, b = (NeighbourSampler(*graph, fanouts, seed=0, backend=name).sample(np.arange(5), 3) for name in ("csr", backend))
-        assert np.array_equal(a.entry, b.entry) and np.array_equal(a.node_gid, b.node_gid) and np.array_equal(a.weight, b.weight)
+        a, b = (
+            NeighbourSampler(*graph, fanouts, seed=0, backend=name).sample(np.arange(5), 3)
+            for name in ("csr", backend)
+        )
+        assert (
+            np.array_equal(a.entry, b.entry)
+            and np.array_equal(a.node_gid, b.node_gid)
+            and np.array_equal(a.weight, b.weight)
+        )
 
 
 def test_operator_record_and_hidden_edges(reference: str) -> None:
     graph = random_csr(60, 600)
     for hidden in hidings(graph):
         for fanouts in ([-1, -1], [1000, 1000]):
-            a, b = (NeighbourSampler(*graph, fanouts, seed=0, backend=name).sample(np.array([4, 4, 9]), 3, hidden) for name in ("csr", reference))
+            a, b = (
+                NeighbourSampler(*graph, fanouts, seed=0, backend=name).sample(
+                    np.array([4, 4, 9]), 3, hidden
+                )
+                for name in ("csr", reference)
+            )
             for name in csr_sampler.SampledSubgraph.__dataclass_fields__:
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-        capped = NeighbourSampler(*graph, [5, 3], seed=0, backend=reference).sample(np.arange(10), 3, hidden)
+        capped = NeighbourSampler(*graph, [5, 3], seed=0, backend=reference).sample(
+            np.arange(10), 3, hidden
+        )
         assert np.bincount(capped.dst).max() <= 5
         if hidden is not None:
-            assert not hidden.is_hidden(capped.node_gid[capped.dst], capped.node_gid[capped.src]).any()
+            assert not hidden.is_hidden(
+                capped.node_gid[capped.dst], capped.node_gid[capped.src]
+            ).any()
 
 
 def test_operator_rows_short_of_visible_neighbours_are_drawn_again(reference: str) -> None:
     unseen = np.arange(1, 391)
-    sub = NeighbourSampler(*star_csr(400), [6], seed=0, backend=reference).sample(np.array([0]), 0, hide(401, np.zeros_like(unseen), unseen))
+    sub = NeighbourSampler(*star_csr(400), [6], seed=0, backend=reference).sample(
+        np.array([0]), 0, hide(401, np.zeros_like(unseen), unseen)
+    )
     assert sub.edges_per_hop == (6,) and sub.degree[0] == 10
 
 
@@ -177,7 +207,11 @@ def pyg_data(graph: Csr) -> Any:
 
     rows = torch.from_numpy(np.repeat(np.arange(len(graph[0]) - 1), np.diff(graph[0])))
     columns = torch.from_numpy(graph[1].astype(np.int64))
-    return Data(x=torch.arange(len(graph[0]) - 1.0)[:, None], edge_index=torch.stack([columns, rows]), edge_attr=10_000 * columns + rows)
+    return Data(
+        x=torch.arange(len(graph[0]) - 1.0)[:, None],
+        edge_index=torch.stack([columns, rows]),
+        edge_attr=10_000 * columns + rows,
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -188,16 +222,38 @@ def test_pyg_neighbor_loader(workers: int) -> None:
 
     graph = random_csr()
     one = PygNeighbourSampler(*graph, [4, 2], seed=1, backend="csr")
-    loader = NeighborLoader(pyg_data(graph), [4, 2], input_nodes=torch.arange(100), batch_size=32, neighbor_sampler=one, num_workers=workers)
+    loader = NeighborLoader(
+        pyg_data(graph),
+        [4, 2],
+        input_nodes=torch.arange(100),
+        batch_size=32,
+        neighbor_sampler=one,
+        num_workers=workers,
+    )
     batches = list(loader)
     assert [b.batch_size for b in batches] == [32, 32, 32, 4]
     for i, batch in enumerate(batches):
-        assert batch.n_id[: batch.batch_size].tolist() == list(range(32 * i, 32 * i + batch.batch_size))
+        assert batch.n_id[: batch.batch_size].tolist() == list(
+            range(32 * i, 32 * i + batch.batch_size)
+        )
         source, target = batch.n_id[batch.edge_index]
-        assert torch.equal(batch.edge_attr, 10_000 * source + target)  # edge ids point at the right edges
+        assert torch.equal(
+            batch.edge_attr, 10_000 * source + target
+        )  # edge ids point at the right edges
         assert torch.equal(batch.x[:, 0].long(), batch.n_id)
-        assert sum(batch.num_sampled_nodes) == batch.num_nodes and sum(batch.num_sampled_edges) == batch.num_edges
-    again = list(NeighborLoader(pyg_data(graph), [4, 2], input_nodes=torch.arange(100), batch_size=32, neighbor_sampler=one))
+        assert (
+            sum(batch.num_sampled_nodes) == batch.num_nodes
+            and sum(batch.num_sampled_edges) == batch.num_edges
+        )
+    again = list(
+        NeighborLoader(
+            pyg_data(graph),
+            [4, 2],
+            input_nodes=torch.arange(100),
+            batch_size=32,
+            neighbor_sampler=one,
+        )
+    )
     assert all(torch.equal(a.e_id, b.e_id) for a, b in zip(batches, again, strict=True))
 
 
@@ -208,7 +264,13 @@ def test_pyg_link_loader() -> None:
 
     graph = random_csr()
     data = pyg_data(graph)
-    loader = LinkLoader(data, PygNeighbourSampler(*graph, [-1], backend="csr"), edge_label_index=data.edge_index[:, :50], neg_sampling="binary", batch_size=25)
+    loader = LinkLoader(
+        data,
+        PygNeighbourSampler(*graph, [-1], backend="csr"),
+        edge_label_index=data.edge_index[:, :50],
+        neg_sampling="binary",
+        batch_size=25,
+    )
     seen = []
     for batch in loader:
         positive = batch.edge_label_index[:, batch.edge_label == 1]

@@ -22,13 +22,25 @@ def epoch_edges(schedule: SeedSchedule, epoch: int) -> list[tuple[int, int]]:
         batch = schedule.batch(step)
         assert len(batch.u) == schedule.batch_edges
         real = batch.weight > 0
-        out += list(zip(np.minimum(batch.u, batch.v)[real].tolist(), np.maximum(batch.u, batch.v)[real].tolist(), strict=True))
+        out += list(
+            zip(
+                np.minimum(batch.u, batch.v)[real].tolist(),
+                np.maximum(batch.u, batch.v)[real].tolist(),
+                strict=True,
+            )
+        )
     return out
 
 
 @pytest.mark.parametrize("batch_edges", [1, 2, 3, 7, 64, 10_000])
 @pytest.mark.parametrize(
-    "graph", [random_csr(40, 60), star_csr(11), make_csr(2, np.array([0]), np.array([1])), make_csr(9, np.array([5, 6]), np.array([6, 7]))]
+    "graph",
+    [
+        random_csr(40, 60),
+        star_csr(11),
+        make_csr(2, np.array([0]), np.array([1])),
+        make_csr(9, np.array([5, 6]), np.array([6, 7])),
+    ],
 )
 def test_every_undirected_edge_once_an_epoch(graph: Csr, batch_edges: int) -> None:
     schedule = SeedSchedule(*graph, batch_edges=batch_edges, seed=3)
@@ -54,7 +66,9 @@ def test_padding_repeats_an_edge_of_the_batch_with_weight_zero() -> None:
     batch = schedule.batch(schedule.steps_per_epoch - 1)
     real = schedule.num_edges % 100
     assert 0 < real < 100 and batch.total == real
-    assert (batch.u[real:] == batch.u[real - 1]).all() and (batch.v[real:] == batch.v[real - 1]).all()
+    assert (batch.u[real:] == batch.u[real - 1]).all() and (
+        batch.v[real:] == batch.v[real - 1]
+    ).all()
     assert schedule.negatives(schedule.steps_per_epoch - 1).total == real
 
 
@@ -90,9 +104,15 @@ def test_has_edge_agrees_with_the_edge_set() -> None:
     assert np.array_equal(has_edge(*graph, u, v), expected)
 
 
-def all_negatives(schedule: SeedSchedule, steps: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+def all_negatives(
+    schedule: SeedSchedule, steps: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
     batches = [schedule.negatives(step) for step in range(steps)]
-    return np.concatenate([b.u for b in batches]), np.concatenate([b.v for b in batches]), np.concatenate([b.weight for b in batches])
+    return (
+        np.concatenate([b.u for b in batches]),
+        np.concatenate([b.v for b in batches]),
+        np.concatenate([b.weight for b in batches]),
+    )
 
 
 def test_negatives_are_uniform_non_edges() -> None:

@@ -1,4 +1,6 @@
-"""Small graphs as row pointers and columns, and what the full graph says about them, for the sampling tests."""
+"""Small graphs as row pointers and columns, and what the full graph says about them, for the
+sampling tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The settings that `Config()` has, whatever their values: resumption, sampling, and a graph from memory or from a store."""
+"""The settings that `Config()` has, whatever their values: resumption, sampling, and a graph from
+memory or from a store.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def losses(sink: MemorySink) -> list[float]:
 
 @pytest.mark.parametrize("stop_at", [1, 5])
 @pytest.mark.parametrize("kind", ["full", "short fan-outs"])
-def test_resumed_equals_uninterrupted_to_the_last_bit(kind: str, stop_at: int, store_dir: Path, small_sbm: Graph, tmp_path: Path) -> None:
+def test_resumed_equals_uninterrupted_to_the_last_bit(
+    kind: str, stop_at: int, store_dir: Path, small_sbm: Graph, tmp_path: Path
+) -> None:
     more = SHORT if kind == "short fan-outs" else ["train.epochs=8"]
     cfg = small_sbm_config(store_dir, *LOGGED, *more)
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
@@ -65,7 +69,9 @@ def test_the_loss_falls(store_dir: Path, small_sbm: Graph) -> None:
     assert len(found) == trainer.total_steps and np.mean(found[-5:]) < np.mean(found[:5])
 
 
-def test_short_fan_outs_train_that_many_hops_and_embed_all_layers(store_dir: Path, small_sbm: Graph, double: None) -> None:
+def test_short_fan_outs_train_that_many_hops_and_embed_all_layers(
+    store_dir: Path, small_sbm: Graph, double: None
+) -> None:
     settings = ["sampler.fanouts=[-1,-1]", "sampler.hide_rate=0", "mask.feature_rate=0"]
     cfg = small_sbm_config(store_dir, *settings, "sampler.batch_edges=4", "model.num_layers=4")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())

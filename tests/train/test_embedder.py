@@ -1,4 +1,6 @@
-"""Embeddings between steps: exact on the full graph, keyed samples otherwise, never with dropout or gradients."""
+"""Embeddings between steps: exact on the full graph, keyed samples otherwise, never with dropout or
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 from tests.settings import ROUTING, small_sbm_config
 
-MODEL = [*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3", "model.dropout=0.5"]
+MODEL = [
+    *ROUTING,
+    "model.num_factors=4",
+    "model.factor_dim=3",
+    "model.num_layers=2",
+    "model.routing_iterations=3",
+    "model.dropout=0.5",
+]
 
 
 @pytest.fixture
@@ -65,16 +74,24 @@ def test_eval_mode_without_gradient_and_the_mode_is_given_back(fanouts, store_di
     torch.testing.assert_close(encoder.state_dict(), before, rtol=0, atol=0)
 
 
-def test_samples_are_keyed_by_step_and_node_not_by_company(store_dir, small_sbm, monkeypatch, double):
-    """One fan-out for all hops that cover the receptive field: a node's embedding does not depend on who is embedded with it."""
+def test_samples_are_keyed_by_step_and_node_not_by_company(
+    store_dir, small_sbm, monkeypatch, double
+):
+    """One fan-out for all hops that cover the receptive field: a node's embedding does not depend
+    on who is embedded with it.
+    """
     trainer = make_trainer(store_dir, small_sbm, "sampler.fanouts=[3,3,3]", "sampler.backend=csr")
     encoder, gids = trainer.model.encoder, torch.arange(300)
     together = trainer.embedder(encoder, gids, 4)
     assert torch.equal(trainer.embedder(encoder, gids, 4).z, together.z)
     assert not torch.allclose(trainer.embedder(encoder, gids, 5).z, together.z, atol=1e-3)
     monkeypatch.setattr(embedder_module, "_CHUNK_NODES", 7)
-    torch.testing.assert_close(trainer.embedder(encoder, gids, 4).z, together.z, rtol=0, atol=1e-12)  # order of sums
-    torch.testing.assert_close(trainer.embedder(encoder, gids[::5], 4).h, together.h[::5], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        trainer.embedder(encoder, gids, 4).z, together.z, rtol=0, atol=1e-12
+    )  # order of sums
+    torch.testing.assert_close(
+        trainer.embedder(encoder, gids[::5], 4).h, together.h[::5], rtol=0, atol=1e-12
+    )
 
 
 def test_no_nodes_no_rows(store_dir, small_sbm):
@@ -84,7 +101,9 @@ def test_no_nodes_no_rows(store_dir, small_sbm):
 
 
 def test_the_held_out_edges_are_not_used(store_dir, small_sbm):
-    """The embedder is given the training topology: on a graph without edges a node is its own projection, whatever its neighbours."""
+    """The embedder is given the training topology: on a graph without edges a node is its own
+    projection, whatever its neighbours.
+    """
     trainer = make_trainer(store_dir, small_sbm, "sampler.fanouts=[-1,-1,-1]")
     alone = small_sbm.topology()
     alone = type(alone)(torch.zeros_like(alone.indptr), alone.indices[:0])

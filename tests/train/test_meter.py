@@ -17,7 +17,14 @@ from cimage_dist.train.progress import Meter
 from cimage_dist.train.sink import LocalSink, MemorySink
 from tests.settings import small_sbm_config
 
-TINY = ["model.num_factors=2", "model.factor_dim=2", "model.num_layers=1", "model.routing_iterations=2", "train.epochs=4", "run.log_every=2"]
+TINY = [
+    "model.num_factors=2",
+    "model.factor_dim=2",
+    "model.num_layers=1",
+    "model.routing_iterations=2",
+    "train.epochs=4",
+    "run.log_every=2",
+]
 
 
 class Counting(MemorySink):
@@ -36,14 +43,25 @@ def test_records_tell_where_the_time_went(store_dir, small_sbm):
     assert [r["step"] for r in records] == [2, 4]
     for record in records:
         parts = record["sampling_s"] + record["step_s"] + record["exchange_s"]
-        assert 0 < parts <= record["seconds"] and record["edges_per_s"] > 0 and record["memory_gb"] > 0.01
+        assert (
+            0 < parts <= record["seconds"]
+            and record["edges_per_s"] > 0
+            and record["memory_gb"] > 0.01
+        )
 
 
 def test_a_checkpoint_is_due_by_the_clock(store_dir, small_sbm):
     never, always = Counting(), Counting()
     worker(small_sbm_config(store_dir, *TINY, "run.checkpoint_every=100"), Comm(), never, small_sbm)
     assert never.saved == [4]  # the last step
-    worker(small_sbm_config(store_dir, *TINY, "run.checkpoint_every=100", "run.checkpoint_minutes=1e-9"), Comm(), always, small_sbm)
+    worker(
+        small_sbm_config(
+            store_dir, *TINY, "run.checkpoint_every=100", "run.checkpoint_minutes=1e-9"
+        ),
+        Comm(),
+        always,
+        small_sbm,
+    )
     assert always.saved == [1, 2, 3, 4]
 
 
@@ -73,18 +91,26 @@ def test_accumulated_batches_make_the_step_of_their_mean_gradient(store_dir, sma
     ]
     single, double = MemorySink(), MemorySink()
     one = worker(small_sbm_config(store_dir, *settings), Comm(), single, small_sbm)
-    two = worker(small_sbm_config(store_dir, *settings, "train.accumulate=2"), Comm(), double, small_sbm)
+    two = worker(
+        small_sbm_config(store_dir, *settings, "train.accumulate=2"), Comm(), double, small_sbm
+    )
     steps = [sum(r["kind"] == "train" for r in sink.records) for sink in (single, double)]
     assert steps[1] == -(-steps[0] // 2) and one.step == steps[0] and two.step == steps[1]
-    # Before the first update both see the same weights: the first accumulated loss is the mean of two batch losses.
+    # Before the first update both see the same weights: the first accumulated loss is the mean of
+    # two batch losses.
     from cimage_dist.train.loop import Trainer
     from cimage_dist.train.step import loss_terms
 
     fresh = Trainer(small_sbm_config(store_dir, *settings), small_sbm, small_sbm.topology(), Comm())
     batches = fresh.remaining()
     fresh.model.train()
-    first = [loss_terms(fresh.model, next(batches)[0], fresh.cfg, None, Comm())["structure"].item() for _ in range(2)]
-    assert next(r for r in double.records if r["kind"] == "train")["structure"] == pytest.approx(sum(first) / 2, rel=1e-5)
+    first = [
+        loss_terms(fresh.model, next(batches)[0], fresh.cfg, None, Comm())["structure"].item()
+        for _ in range(2)
+    ]
+    assert next(r for r in double.records if r["kind"] == "train")["structure"] == pytest.approx(
+        sum(first) / 2, rel=1e-5
+    )
 
 
 class FakeClient:
@@ -112,7 +138,11 @@ class FakeClient:
 
 
 def test_mlflow_gets_the_same_metrics_and_one_run_per_directory(store_dir, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(tracking=types.SimpleNamespace(MlflowClient=FakeClient)))
+    monkeypatch.setitem(
+        sys.modules,
+        "mlflow",
+        types.SimpleNamespace(tracking=types.SimpleNamespace(MlflowClient=FakeClient)),
+    )
     cfg = small_sbm_config(store_dir, "run.tensorboard=False")
     cfg.run.mlflow = "sqlite:///x.db"
     for step in (1, 2):
@@ -125,5 +155,8 @@ def test_mlflow_that_is_not_there_is_told_before_training(store_dir, tmp_path, m
     monkeypatch.setitem(sys.modules, "mlflow", None)
     cfg = small_sbm_config(store_dir)
     cfg.run.mlflow = "sqlite:///x.db"
-    with pytest.raises(UserError, match="pip install mlflow"), LocalSink(RunDir(tmp_path), cfg.run, catch_signals=False):
+    with (
+        pytest.raises(UserError, match="pip install mlflow"),
+        LocalSink(RunDir(tmp_path), cfg.run, catch_signals=False),
+    ):
         pass

@@ -1,4 +1,6 @@
-"""The refresh inside training: its schedule, what it looks at, and what happens when the embeddings are of no use."""
+"""The refresh inside training: its schedule, what it looks at, and what happens when the embeddings
+are of no use.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class FixedEmbedder:
     def __init__(self, labels: torch.Tensor, num_factors: int = 4, width: int = 3) -> None:
         generator = torch.Generator().manual_seed(0)
         self.h = torch.randn(len(labels), num_factors, width, generator=generator)
-        self.h[:, :2] += 3 * torch.randn(int(labels.max()) + 1, 2, width, generator=generator)[labels]
+        self.h[:, :2] += (
+            3 * torch.randn(int(labels.max()) + 1, 2, width, generator=generator)[labels]
+        )
         self.asked: list[torch.Tensor] = []
 
     def __call__(self, encoder: Encoder, gids: torch.Tensor, step: int) -> Encoding:
@@ -65,7 +69,14 @@ def made(cfg: Config, n: int = 3000, clusters: int = 3) -> tuple[Refresher, Fixe
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, clusters, (n,), generator=generator)
     embedder = FixedEmbedder(labels)
-    return Refresher(cfg, labels, torch.rand(n, generator=generator, dtype=torch.float64), embedder, Comm(), num_steps=1000), embedder
+    return Refresher(
+        cfg,
+        labels,
+        torch.rand(n, generator=generator, dtype=torch.float64),
+        embedder,
+        Comm(),
+        num_steps=1000,
+    ), embedder
 
 
 def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small_sbm):
@@ -73,7 +84,9 @@ def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small
     trainer = worker(config(store_dir), Comm(), sink, small_sbm)
     found = [r for r in sink.records if r["kind"] == "ci"]
     assert [r["step"] for r in found] == [0, 4, 8]
-    assert all("hsic_given_labels" in r for r in found)  # of every second refresh by the config, but the run is short
+    assert all(
+        "hsic_given_labels" in r for r in found
+    )  # of every second refresh by the config, but the run is short
     for record in found:
         assert record["status"] == "ok" and 0 < len(record["context"]) < 4
         assert [k for k, s in enumerate(record["scores"]) if s > 0] == record["context"]
@@ -99,7 +112,10 @@ def test_refreshes_and_diagnostics_follow_the_schedule_in_steps(store_dir, small
         assert new["jaccard_previous"] == len(a & b) / len(a | b)
         assert 0 < new["jaccard_previous_chance"] < 1
     json.dumps(found, allow_nan=False)  # finite, and plain enough for metrics.jsonl
-    assert trainer.scores is not None and trainer.scores.in_context.nonzero().squeeze(-1).tolist() == found[-1]["context"]
+    assert (
+        trainer.scores is not None
+        and trainer.scores.in_context.nonzero().squeeze(-1).tolist() == found[-1]["context"]
+    )
 
 
 def test_the_random_control_computes_no_labels_and_never_changes(store_dir, small_sbm, monkeypatch):
@@ -108,7 +124,9 @@ def test_the_random_control_computes_no_labels_and_never_changes(store_dir, smal
     sink = MemorySink()
     trainer = worker(cfg, Comm(), sink, small_sbm)
     assert not [r for r in sink.records if r["kind"] == "ci"] and sink.stored == {}
-    assert trainer.scores is not None and torch.equal(trainer.scores.in_context, random_scores(4, cfg.run.seed).in_context)
+    assert trainer.scores is not None and torch.equal(
+        trainer.scores.in_context, random_scores(4, cfg.run.seed).in_context
+    )
     assert int(trainer.scores.in_context.sum()) == 2
     assert sink.records[-1]["factor"] > 0
 
@@ -132,8 +150,17 @@ def test_the_redrawn_control_needs_no_labels(store_dir, small_sbm, monkeypatch):
 def test_no_factor_weight_no_labels(store_dir, small_sbm, monkeypatch):
     monkeypatch.setattr(loop, "initial_labels", lambda *args: pytest.fail("labels were computed"))
     sink = MemorySink()
-    trainer = worker(config(store_dir, "loss.factor_weight=0", "loss.cluster_weight=0.4"), Comm(), sink, small_sbm)
-    assert trainer.scores is None and trainer.model.factors is None and "factor" not in sink.records[-1]
+    trainer = worker(
+        config(store_dir, "loss.factor_weight=0", "loss.cluster_weight=0.4"),
+        Comm(),
+        sink,
+        small_sbm,
+    )
+    assert (
+        trainer.scores is None
+        and trainer.model.factors is None
+        and "factor" not in sink.records[-1]
+    )
 
 
 def test_label_driven_factors_are_found_and_the_penalty_is_reused(store_dir):
@@ -171,8 +198,14 @@ def test_embeddings_that_are_not_finite_keep_the_partition_and_are_counted(store
     good, _ = refresher(encoder, 0, None)
     one, log_one = refresher(encoder, 4, good)
     two, log_two = refresher(encoder, 8, one)
-    assert (log_one["status"], log_one["failures"], log_two["failures"]) == ("skipped-nonfinite", 1, 2)
-    assert torch.equal(two.in_context, good.in_context) and two.lam == good.lam  # the warm start survives
+    assert (log_one["status"], log_one["failures"], log_two["failures"]) == (
+        "skipped-nonfinite",
+        1,
+        2,
+    )
+    assert (
+        torch.equal(two.in_context, good.in_context) and two.lam == good.lam
+    )  # the warm start survives
     json.dumps([log_one, log_two], allow_nan=False)
     fine, log_fine = refresher(encoder, 12, two)
     assert fine.status == "ok" and refresher.failures == 0 and log_fine["status"] == "ok"
@@ -184,9 +217,13 @@ def test_three_failures_in_a_row_end_the_run_with_a_reason(store_dir):
     refresher = poisoned(config(store_dir), {0: np.nan, 4: np.nan, 8: np.nan})
     encoder: Any = None
     scores, _ = refresher(encoder, 0, None)
-    assert int(scores.in_context.sum()) == 2 and scores.status == "skipped-nonfinite"  # first call: a random half
+    assert (
+        int(scores.in_context.sum()) == 2 and scores.status == "skipped-nonfinite"
+    )  # first call: a random half
     scores, _ = refresher(encoder, 4, scores)
-    with pytest.raises(UserError, match=r"3 times in a row.*NaN or infinite at step 8.*optim\.lr_max"):
+    with pytest.raises(
+        UserError, match=r"3 times in a row.*NaN or infinite at step 8.*optim\.lr_max"
+    ):
         refresher(encoder, 8, scores)
 
 
@@ -203,12 +240,18 @@ def test_the_counter_of_failures_is_in_the_checkpoint(store_dir, small_sbm, tmp_
     fresh.refresher = made(cfg)[0]
     fresh.restore(saved)
     assert fresh.refresher.failures == 2
-    assert fresh.scores is not None and torch.equal(fresh.scores.in_context, saved.tensors["scores.in_context"])
+    assert fresh.scores is not None and torch.equal(
+        fresh.scores.in_context, saved.tensors["scores.in_context"]
+    )
 
 
 def test_the_sampled_regime_looks_at_no_more_than_the_limit(store_dir):
-    """At most max_samples members and as many candidates are embedded, and at most max_samples of the grown set are scored."""
-    cfg = config(store_dir, "sampler.fanouts=[2,2]", "ci.max_samples=200", "cluster.growth_threshold=-1")
+    """At most max_samples members and as many candidates are embedded, and at most max_samples of
+    the grown set are scored.
+    """
+    cfg = config(
+        store_dir, "sampler.fanouts=[2,2]", "ci.max_samples=200", "cluster.growth_threshold=-1"
+    )
     refresher, embedder = made(cfg)
     assert int(refresher.base.sum()) == 200 and int((~refresher.base).sum()) == 200
     counts = torch.bincount(refresher.labels[refresher.base]).tolist()
@@ -224,7 +267,9 @@ def test_the_sampled_regime_looks_at_no_more_than_the_limit(store_dir):
         patch.setattr(refresh, "block_statistics", spy)
         _, record = refresher(None, 0, None)  # type: ignore[arg-type]
     assert embedder.asked[0].numel() == 400 and set(scored) == {200}
-    assert record["grown"] == 200 and record["confident"] == 400  # threshold -1: every candidate joins
+    assert (
+        record["grown"] == 200 and record["confident"] == 400
+    )  # threshold -1: every candidate joins
 
 
 def test_the_full_graph_regime_looks_at_every_node_and_scores_within_the_limit(store_dir):
@@ -238,13 +283,22 @@ def test_unlabelled_nodes_are_neither_members_nor_candidates(store_dir):
     cfg = config(store_dir, "sampler.fanouts=[2,2]", "cluster.growth_threshold=-1")
     labels = torch.tensor([0, 1] * 300 + [-1] * 400)
     embedder = FixedEmbedder(labels.clamp(min=0))
-    refresher = Refresher(cfg, labels, torch.rand(1000, dtype=torch.float64), embedder, Comm(), num_steps=1000)
+    refresher = Refresher(
+        cfg, labels, torch.rand(1000, dtype=torch.float64), embedder, Comm(), num_steps=1000
+    )
     _, record = refresher(None, 0, None)  # type: ignore[arg-type]
     assert int(embedder.asked[0].max()) < 600 and record["confident"] == 600
 
 
 @pytest.mark.parametrize(
-    "extra", [["ci.features=factor_mean"], ["ci.solver=nnlasso", "ci.conditional=stratified"], ["ci.lam=1e-4"], ["ci.block_classes=2"], ["ci.target=1"]]
+    "extra",
+    [
+        ["ci.features=factor_mean"],
+        ["ci.solver=nnlasso", "ci.conditional=stratified"],
+        ["ci.lam=1e-4"],
+        ["ci.block_classes=2"],
+        ["ci.target=1"],
+    ],
 )
 def test_every_way_of_scoring_runs_inside_a_refresh(extra, store_dir):
     refresher, _ = made(config(store_dir, *extra))

@@ -1,4 +1,6 @@
-"""Sampled mini-batches against the full graph, what they may see and read, and exact resumption of the whole objective."""
+"""Sampled mini-batches against the full graph, what they may see and read, and exact resumption of
+the whole objective.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from cimage_dist.train.sink import LocalSink, MemorySink
 from cimage_dist.types import EdgeList, SampledBatch, Topology
 from tests.settings import ROUTING, small_sbm_config
 
-MODEL = [*ROUTING, "model.num_factors=4", "model.factor_dim=3", "model.num_layers=2", "model.routing_iterations=3"]
+MODEL = [
+    *ROUTING,
+    "model.num_factors=4",
+    "model.factor_dim=3",
+    "model.num_layers=2",
+    "model.routing_iterations=3",
+]
 WHOLE_OBJECTIVE = [
     *MODEL,
     "loss.factor_weight=0.7",
@@ -62,10 +70,14 @@ def without(topology: Topology, pairs: torch.Tensor) -> Topology:
     gone = torch.cat([pairs, pairs.flip(1)])
     keep = ~torch.isin(rows * n + cols, gone[:, 0] * n + gone[:, 1])
     counts = torch.bincount(rows[keep], minlength=n)
-    return Topology(torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), topology.indices[keep])
+    return Topology(
+        torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), topology.indices[keep]
+    )
 
 
-def seed_output(trainer: Trainer, batch: SampledBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def seed_output(
+    trainer: Trainer, batch: SampledBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Global ids, h and z of the seeds by the mini-batch encoder."""
     assert isinstance(trainer.batches, SampledBatches)
     step = trainer.batches.convert(batch)
@@ -77,10 +89,21 @@ def seed_output(trainer: Trainer, batch: SampledBatch) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("grad", ["full", "last"])
-def test_all_neighbours_of_the_receptive_field_give_the_full_graph_output(layers, grad, store_dir, small_sbm, double):
-    """Hops = routing layers + 1 for the tail; the batch's own edges are the only ones that both sides leave out."""
+def test_all_neighbours_of_the_receptive_field_give_the_full_graph_output(
+    layers, grad, store_dir, small_sbm, double
+):
+    """Hops = routing layers + 1 for the tail; the batch's own edges are the only ones that both
+    sides leave out.
+    """
     fanouts = [-1] * (layers + 1)
-    cfg = small_sbm_config(store_dir, *MODEL, f"model.num_layers={layers}", f"model.routing_grad={grad}", f"sampler.fanouts={fanouts}", "sampler.hide_rate=0")
+    cfg = small_sbm_config(
+        store_dir,
+        *MODEL,
+        f"model.num_layers={layers}",
+        f"model.routing_grad={grad}",
+        f"sampler.fanouts={fanouts}",
+        "sampler.hide_rate=0",
+    )
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     batch = trainer.batches.source[0]
@@ -95,18 +118,36 @@ def test_all_neighbours_of_the_receptive_field_give_the_full_graph_output(layers
 
 @pytest.mark.parametrize("fanouts", [[-1], [-1, -1], [-1, -1, 3]])
 def test_a_smaller_field_does_not(fanouts, store_dir, small_sbm, double):
-    """The guard of the test above: a missing hop, or a capped one, shows. Few seeds, so that their field is not the whole graph."""
-    cfg = small_sbm_config(store_dir, *MODEL, f"sampler.fanouts={fanouts}", "sampler.hide_rate=0", "sampler.batch_edges=2")
+    """The guard of the test above: a missing hop, or a capped one, shows. Few seeds, so that their
+    field is not the whole graph.
+    """
+    cfg = small_sbm_config(
+        store_dir,
+        *MODEL,
+        f"sampler.fanouts={fanouts}",
+        "sampler.hide_rate=0",
+        "sampler.batch_edges=2",
+    )
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     batch = trainer.batches.source[0]
     gids, _, z = seed_output(trainer, batch)
-    whole = encode_graph(trainer.model.encoder, small_sbm.features().double(), without(small_sbm.topology(), batch.node_gid[batch.pos]))
+    whole = encode_graph(
+        trainer.model.encoder,
+        small_sbm.features().double(),
+        without(small_sbm.topology(), batch.node_gid[batch.pos]),
+    )
     assert float((z - whole.z[gids]).abs().max()) > 1e-4
 
 
 def test_no_message_follows_a_seed_edge_or_a_hidden_one(store_dir, small_sbm):
-    cfg = small_sbm_config(store_dir, *MODEL, "sampler.fanouts=[-1,-1,-1]", "sampler.batch_edges=64", "sampler.hide_rate=0.3")
+    cfg = small_sbm_config(
+        store_dir,
+        *MODEL,
+        "sampler.fanouts=[-1,-1,-1]",
+        "sampler.batch_edges=64",
+        "sampler.hide_rate=0.3",
+    )
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
     source, n = trainer.batches.source, small_sbm.num_nodes
@@ -122,10 +163,17 @@ def test_no_message_follows_a_seed_edge_or_a_hidden_one(store_dir, small_sbm):
 
 
 def test_moments_normalise_sampled_batches_by_default(store_dir, small_sbm):
-    sampled, full = (small_sbm_config(store_dir, *MODEL, *more) for more in (["sampler.fanouts=[4,4]"], []))
+    sampled, full = (
+        small_sbm_config(store_dir, *MODEL, *more) for more in (["sampler.fanouts=[4,4]"], [])
+    )
     assert (norm_kind(sampled), norm_kind(full)) == ("moments", "batch")
-    assert isinstance(Trainer(sampled, small_sbm, small_sbm.topology(), Comm()).model.encoder.norm, MomentsNorm)
-    assert isinstance(Trainer(full, small_sbm, small_sbm.topology(), Comm()).model.encoder.norm, torch.nn.BatchNorm1d)
+    assert isinstance(
+        Trainer(sampled, small_sbm, small_sbm.topology(), Comm()).model.encoder.norm, MomentsNorm
+    )
+    assert isinstance(
+        Trainer(full, small_sbm, small_sbm.topology(), Comm()).model.encoder.norm,
+        torch.nn.BatchNorm1d,
+    )
 
 
 class CountedRows(np.ndarray):
@@ -141,13 +189,21 @@ class CountedRows(np.ndarray):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_features_are_read_for_the_rows_of_a_batch_only(dtype, store_dir, monkeypatch):
-    cfg = small_sbm_config(store_dir, *MODEL, "sampler.fanouts=[2,2]", "sampler.batch_edges=4", f"data.feature_dtype={dtype}")
+    cfg = small_sbm_config(
+        store_dir,
+        *MODEL,
+        "sampler.fanouts=[2,2]",
+        "sampler.batch_edges=4",
+        f"data.feature_dtype={dtype}",
+    )
     graph = open_graph(cfg.data)
     assert isinstance(graph.x, np.memmap) and graph.x.dtype == dtype
     watched = graph.x.view(CountedRows)
     watched.taken = []
     monkeypatch.setattr(graph, "x", watched)
-    monkeypatch.setattr(Graph, "features", lambda self: pytest.fail("the whole feature matrix was asked for"))
+    monkeypatch.setattr(
+        Graph, "features", lambda self: pytest.fail("the whole feature matrix was asked for")
+    )
     trainer = Trainer(cfg, graph, graph.topology(), Comm())
     assert watched.taken == []
     batches = trainer.remaining()
@@ -181,7 +237,9 @@ class StopAfter(LocalSink):
         self.left = steps
         self.is_main_stage = False
 
-    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+    def tick(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None:
         self.is_main_stage = stage == "pretrain"
 
     def stop_signal(self) -> int:
@@ -190,7 +248,10 @@ class StopAfter(LocalSink):
 
 
 def numbers(run: RunDir) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(run.metrics)]
+    return [
+        {k: v for k, v in record.items() if k not in MEASURED}
+        for record in read_metrics(run.metrics)
+    ]
 
 
 def assert_same_run(left: Path, right: Path) -> None:
@@ -208,27 +269,40 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_objective_resumes_to_the_last_bit(kind, store_dir, small_sbm, tmp_path, monkeypatch):
-    """Stopped at step 6, two steps into a refresh period of four: the partition must come from the checkpoint."""
+def test_the_whole_objective_resumes_to_the_last_bit(
+    kind, store_dir, small_sbm, tmp_path, monkeypatch
+):
+    """Stopped at step 6, two steps into a refresh period of four: the partition must come from the
+    checkpoint.
+    """
     before = multiprocessing.active_children()  # of other tests of this process
     cfg = small_sbm_config(store_dir, *KINDS[kind])
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         whole = worker(cfg, Comm(), sink, small_sbm)
     assert whole.total_steps >= 10
-    with StopAfter(RunDir(tmp_path / "parts"), cfg.run, steps=6) as sink, pytest.raises(Interrupted):
+    with (
+        StopAfter(RunDir(tmp_path / "parts"), cfg.run, steps=6) as sink,
+        pytest.raises(Interrupted),
+    ):
         worker(cfg, Comm(), sink, small_sbm)
     saved = checkpoint.load_latest(tmp_path / "parts" / "ckpt")
     assert saved is not None and saved.step == 6
     assert saved.meta["scores"]["lam"] > 0 and saved.meta["scores"]["status"] == "ok"
-    assert saved.tensors["scores.in_context"].dtype == torch.bool and saved.tensors["scores.omega"].shape == (12,)
+    assert saved.tensors["scores.in_context"].dtype == torch.bool and saved.tensors[
+        "scores.omega"
+    ].shape == (12,)
 
     # Labels were stored by the first part: the second must not train an encoder for them again.
-    monkeypatch.setattr(loop, "_edge_only", lambda *args: pytest.fail("initial labels were computed again"))
+    monkeypatch.setattr(
+        loop, "_edge_only", lambda *args: pytest.fail("initial labels were computed again")
+    )
     with LocalSink(RunDir(tmp_path / "parts"), cfg.run) as sink:
         parts = worker(cfg, Comm(), sink, small_sbm)
     torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    assert [r["step"] for r in read_metrics(RunDir(tmp_path / "parts").metrics) if r["kind"] == "ci"] == list(range(0, whole.total_steps, 4))
+    assert [
+        r["step"] for r in read_metrics(RunDir(tmp_path / "parts").metrics) if r["kind"] == "ci"
+    ] == list(range(0, whole.total_steps, 4))
     assert set(multiprocessing.active_children()) <= set(before)
 
 
@@ -236,13 +310,20 @@ def test_loader_processes_do_not_change_the_run(store_dir, small_sbm):
     losses = []
     for processes in (0, 2):
         sink = MemorySink()
-        worker(small_sbm_config(store_dir, *SAMPLED, f"sampler.loader_processes={processes}"), Comm(), sink, small_sbm)
+        worker(
+            small_sbm_config(store_dir, *SAMPLED, f"sampler.loader_processes={processes}"),
+            Comm(),
+            sink,
+            small_sbm,
+        )
         losses.append([r["loss"] for r in sink.records if r["kind"] == "train"])
     assert losses[0] == losses[1]
 
 
 def test_a_killed_run_repeats_no_record(store_dir, small_sbm, tmp_path, monkeypatch):
-    """Killed just after the refresh that follows a checkpoint: its record is in the file, and the refresh runs again."""
+    """Killed just after the refresh that follows a checkpoint: its record is in the file, and the
+    refresh runs again.
+    """
     cfg = small_sbm_config(store_dir, *FULL_GRAPH, "run.checkpoint_every=4")
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         worker(cfg, Comm(), sink, small_sbm)
@@ -256,7 +337,10 @@ def test_a_killed_run_repeats_no_record(store_dir, small_sbm, tmp_path, monkeypa
     monkeypatch.setattr(Trainer, "advance", killed)
     with LocalSink(RunDir(tmp_path / "parts"), cfg.run) as sink, pytest.raises(SystemExit):
         worker(cfg, Comm(), sink, small_sbm)
-    assert numbers(RunDir(tmp_path / "parts"))[-1]["kind"] == "ci" and numbers(RunDir(tmp_path / "parts"))[-1]["step"] == 4
+    assert (
+        numbers(RunDir(tmp_path / "parts"))[-1]["kind"] == "ci"
+        and numbers(RunDir(tmp_path / "parts"))[-1]["step"] == 4
+    )
     monkeypatch.setattr(Trainer, "advance", advance)
     with LocalSink(RunDir(tmp_path / "parts"), cfg.run) as sink:
         worker(cfg, Comm(), sink, small_sbm)
@@ -273,7 +357,9 @@ def whole_run(store_dir, small_sbm, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["tensors.safetensors", "manifest.json", "absent"])
-def test_damaged_labels_are_computed_again_and_alike(damage, whole_run, store_dir, small_sbm, tmp_path):
+def test_damaged_labels_are_computed_again_and_alike(
+    damage, whole_run, store_dir, small_sbm, tmp_path
+):
     cfg = small_sbm_config(store_dir, *FULL_GRAPH)
     with StopAfter(RunDir(tmp_path), cfg.run, steps=6) as sink, pytest.raises(Interrupted):
         worker(cfg, Comm(), sink, small_sbm)
@@ -289,7 +375,9 @@ def test_damaged_labels_are_computed_again_and_alike(damage, whole_run, store_di
 
 
 def test_an_interrupted_search_for_labels_starts_again(store_dir, small_sbm, tmp_path):
-    """A signal during the edge-only training: nothing is stored, and the next start gives the same run."""
+    """A signal during the edge-only training: nothing is stored, and the next start gives the same
+    run.
+    """
 
     class StopAtOnce(LocalSink):
         def stop_signal(self) -> int:

@@ -24,8 +24,12 @@ from tests.procs import run_ranks
 from tests.settings import small_sbm_config
 
 
-def blocks(homophily: float, noise: float, nodes: int = 900, degree: int = 6, seed: int = 0) -> Graph:
-    """Three blocks; 60 columns, each the mean of its block plus noise; that share of edges inside a block."""
+def blocks(
+    homophily: float, noise: float, nodes: int = 900, degree: int = 6, seed: int = 0
+) -> Graph:
+    """Three blocks; 60 columns, each the mean of its block plus noise; that share of edges inside a
+    block.
+    """
     draw = torch.Generator().manual_seed(seed)
     y = torch.arange(nodes) % 3
     source = torch.arange(nodes).repeat_interleave(degree // 2)
@@ -51,9 +55,13 @@ def test_explained_is_that_of_a_ridge_regression_written_out() -> None:
         gram = a[seen].T @ a[seen]
         errors = []
         for ridge in teleport._RIDGES:
-            weight = np.linalg.solve(gram + ridge * np.trace(gram) / 5 * np.eye(5), a[seen].T @ b[seen])
+            weight = np.linalg.solve(
+                gram + ridge * np.trace(gram) / 5 * np.eye(5), a[seen].T @ b[seen]
+            )
             errors.append(((b[hidden] - a[hidden] @ weight) ** 2).sum())
-        assert float(found[at]) == pytest.approx(1 - min(errors) / (b[hidden] ** 2).sum(), abs=1e-10)
+        assert float(found[at]) == pytest.approx(
+            1 - min(errors) / (b[hidden] ** 2).sum(), abs=1e-10
+        )
 
 
 def test_peak_is_the_vertex_between_grid_points() -> None:
@@ -88,7 +96,10 @@ def test_neighbours_that_tell_nothing_ask_for_little() -> None:
 
 
 def test_between_the_two_lies_what_is_between() -> None:
-    found = [choose_teleport(g, g.topology()).best for g in (blocks(0.8, noise) for noise in (4.0, 1.5, 0.5))]
+    found = [
+        choose_teleport(g, g.topology()).best
+        for g in (blocks(0.8, noise) for noise in (4.0, 1.5, 0.5))
+    ]
     assert all(value is not None for value in found)
     assert found == sorted(found) and found[0] != found[-1]  # type: ignore[type-var]
 
@@ -110,7 +121,9 @@ def test_where_nothing_can_be_learnt_the_fallback_says_so(graph: str) -> None:
     assert found.alpha == FALLBACK and found.best is None and "fallback" in str(found)
 
 
-def test_sampled_neighbourhoods_that_hold_all_neighbours_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_neighbourhoods_that_hold_all_neighbours_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graph = blocks(homophily=0.7, noise=1.0, degree=2)
     whole = choose_teleport(graph, graph.topology())
     monkeypatch.setattr(teleport, "_WHOLE_BELOW", 100)
@@ -130,7 +143,14 @@ def test_a_large_graph_is_sampled_and_comes_close(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("nodes", "edges", "layers"),
-    [(2708, 10556, 4), (13752, 491722, 2), (10**8, 3 * 10**9, 5), (10**6, 10**6, 6), (50, 2400, 2), (10, 0, 2)],
+    [
+        (2708, 10556, 4),
+        (13752, 491722, 2),
+        (10**8, 3 * 10**9, 5),
+        (10**6, 10**6, 6),
+        (50, 2400, 2),
+        (10, 0, 2),
+    ],
 )
 def test_layers_by_size_and_density(nodes: int, edges: int, layers: int) -> None:
     assert ModelConfig().sized(100, nodes, edges).num_layers == layers
@@ -151,7 +171,12 @@ def test_weights_alone_tell_how_far_they_reach(store_dir: Path, small_sbm: Graph
     far.model.load_state_dict(trainer.model.state_dict())
     far.model.encoder.follow_weights()
     assert far.model.encoder.cfg == used
-    assert model_from_weights(cfg, dict(Trainer(other, small_sbm, small_sbm.topology(), Comm()).model.state_dict())).encoder.alpha == 0.3721
+    assert (
+        model_from_weights(
+            cfg, dict(Trainer(other, small_sbm, small_sbm.topology(), Comm()).model.state_dict())
+        ).encoder.alpha
+        == 0.3721
+    )
 
 
 def test_what_was_chosen_is_recorded(store_dir: Path, small_sbm: Graph) -> None:
@@ -159,7 +184,9 @@ def test_what_was_chosen_is_recorded(store_dir: Path, small_sbm: Graph) -> None:
     trainer = worker(small_sbm_config(store_dir, "train.epochs=2"), Comm(), sink, small_sbm)
     record = next(r for r in sink.records if r["kind"] == "encoder")
     assert record["teleport"] == trainer.model.encoder.alpha
-    assert "found without labels" in record["described"] and "size and density" in record["described"]
+    assert (
+        "found without labels" in record["described"] and "size and density" in record["described"]
+    )
 
 
 def _reach(comm: Comm, store_dir: Path) -> dict[str, np.ndarray]:

@@ -64,7 +64,10 @@ def weight_sum(model: Any) -> dict[str, float]:
 
 
 def numbers(run: RunDir) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(run.metrics)]
+    return [
+        {k: v for k, v in record.items() if k not in MEASURED}
+        for record in read_metrics(run.metrics)
+    ]
 
 
 def test_the_loss_falls(store_dir, small_sbm):
@@ -82,7 +85,11 @@ TEACHER = ["loss.factor_weight=0.4", "loss.factor_target=teacher", "ci.partition
 
 @pytest.mark.parametrize("kind", ["full", "sampled"])
 def test_two_views_and_a_teacher_resume_to_the_last_bit(store_dir, small_sbm, tmp_path, kind):
-    sampled = ["sampler.fanouts=[4,4,4]", "sampler.batch_edges=150", "train.epochs=1"] if kind == "sampled" else []
+    sampled = (
+        ["sampler.fanouts=[4,4,4]", "sampler.batch_edges=150", "train.epochs=1"]
+        if kind == "sampled"
+        else []
+    )
     cfg = load_config(overrides=[*small_sbm_settings(store_dir), *TINY, *VIEWS, *TEACHER, *sampled])
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         worker(cfg, Comm(), sink, small_sbm)
@@ -96,9 +103,16 @@ def test_two_views_and_a_teacher_resume_to_the_last_bit(store_dir, small_sbm, tm
     assert trainer.step > 4 and trainer.teacher is not None
     assert not torch.equal(trainer.teacher.linear.weight, trainer.model.encoder.linear.weight)
     assert numbers(RunDir(tmp_path / "parts")) == numbers(RunDir(tmp_path / "whole"))
-    assert all("redundancy" in r for r in numbers(RunDir(tmp_path / "whole")) if r["kind"] == "train")
+    assert all(
+        "redundancy" in r for r in numbers(RunDir(tmp_path / "whole")) if r["kind"] == "train"
+    )
     a, b = (checkpoint.load_latest(tmp_path / name / "ckpt") for name in ("whole", "parts"))
-    assert a is not None and b is not None and a.meta == b.meta and "teacher.linear.weight" in a.tensors
+    assert (
+        a is not None
+        and b is not None
+        and a.meta == b.meta
+        and "teacher.linear.weight" in a.tensors
+    )
     torch.testing.assert_close(a.tensors, b.tensors, rtol=0, atol=0)
 
 
@@ -112,7 +126,9 @@ def test_views_of_a_step_are_independent_and_hide_whole_edges(store_dir, small_s
     for view, same in ((first, again), (first.second, again.second)):
         assert torch.equal(view.edges.src, same.edges.src) and torch.equal(view.x, same.x)
         key = view.edges.dst * topology.num_nodes + view.edges.src
-        assert torch.equal(key.sort().values, (view.edges.src * topology.num_nodes + view.edges.dst).sort().values)
+        assert torch.equal(
+            key.sort().values, (view.edges.src * topology.num_nodes + view.edges.dst).sort().values
+        )
         keys.append(key)
         gone = (view.x == 0).all(0)
         assert torch.equal(view.x[:, ~gone], x[:, ~gone])
@@ -137,7 +153,9 @@ def test_redundancy_alone_trains_without_an_edge_decoder(store_dir, small_sbm):
     trainer = worker(cfg, Comm(), sink, small_sbm)
     assert trainer.model.structure is None
     records = [r for r in sink.records if r["kind"] == "train"]
-    assert all("structure" not in r and r["loss"] == pytest.approx(0.5 * r["redundancy"]) for r in records)
+    assert all(
+        "structure" not in r and r["loss"] == pytest.approx(0.5 * r["redundancy"]) for r in records
+    )
     assert records[-1]["loss"] < records[0]["loss"]
 
 
@@ -146,7 +164,10 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(cfg, small_sbm, tmp_path, 
     cfg.train.validate_every, cfg.train.select = 3, "val"
     with LocalSink(RunDir(tmp_path / "whole"), cfg.run) as sink:
         whole = worker(cfg, Comm(), sink, small_sbm, weight_sum)
-    with StopAfter(RunDir(tmp_path / "parts"), cfg.run, steps=stop_at) as sink, pytest.raises(Interrupted):
+    with (
+        StopAfter(RunDir(tmp_path / "parts"), cfg.run, steps=stop_at) as sink,
+        pytest.raises(Interrupted),
+    ):
         worker(cfg, Comm(), sink, small_sbm, weight_sum)
     with LocalSink(RunDir(tmp_path / "parts"), cfg.run) as sink:
         parts = worker(cfg, Comm(), sink, small_sbm, weight_sum)
@@ -166,7 +187,9 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(cfg, small_sbm, tmp_path, 
     with LocalSink(RunDir(tmp_path), cfg.run) as sink:
         trainer = worker(cfg, Comm(), sink, small_sbm)
     assert trainer.step == 8 and "truncated" in caplog.text
-    assert [r["step"] for r in read_metrics(RunDir(tmp_path).metrics) if r["kind"] == "train"] == list(range(1, 9))
+    assert [
+        r["step"] for r in read_metrics(RunDir(tmp_path).metrics) if r["kind"] == "train"
+    ] == list(range(1, 9))
 
 
 def test_training_is_independent_of_the_global_random_state(cfg, small_sbm):
@@ -199,14 +222,18 @@ def test_many_steps_per_epoch_use_every_masked_edge_once(cfg, small_sbm, symmetr
     batches = FullGraphBatches(small_sbm.features(), topology, cfg, Comm())
     assert batches.steps_per_epoch == math.ceil(min(topology.num_edges, walked) / 100)
     masked = batches.masker.mask(1).masked
-    parts = [batches.batch(step) for step in range(batches.steps_per_epoch, 2 * batches.steps_per_epoch)]
+    parts = [
+        batches.batch(step) for step in range(batches.steps_per_epoch, 2 * batches.steps_per_epoch)
+    ]
     got = torch.cat([b.pairs[: b.num_pos] for b in parts])
     assert sorted(map(tuple, got.tolist())) == sorted(map(tuple, masked.tolist()))
     assert all(b.global_pos <= 100 for b in parts)
 
 
 def test_no_held_out_edge_reaches_training(cfg, small_sbm, monkeypatch):
-    """Every message and every positive of every step is an edge of the 85 %, and never a validation or test edge."""
+    """Every message and every positive of every step is an edge of the 85 %, and never a validation
+    or test edge.
+    """
     cfg.data.holdout_edges = "link"
     topology, links = training_graph(small_sbm, cfg.data, cfg.run.seed)
     assert links is not None
@@ -230,11 +257,17 @@ def test_no_held_out_edge_reaches_training(cfg, small_sbm, monkeypatch):
         assert not is_edge(forbidden_keys, n, messages).any()
         assert not is_edge(forbidden_keys, n, batch.pairs[: batch.num_pos]).any()
         assert is_edge(edge_keys(topology), n, batch.pairs[: batch.num_pos]).all()
-    assert held.shape[0] == round(0.05 * small_sbm.num_edges / 2) + round(0.10 * small_sbm.num_edges / 2)
+    assert held.shape[0] == round(0.05 * small_sbm.num_edges / 2) + round(
+        0.10 * small_sbm.num_edges / 2
+    )
 
 
 def test_two_processes_cannot_train_in_one_directory(cfg, tmp_path):
-    with LocalSink(RunDir(tmp_path), cfg.run), pytest.raises(UserError, match="Another process"), LocalSink(RunDir(tmp_path), cfg.run, catch_signals=False):
+    with (
+        LocalSink(RunDir(tmp_path), cfg.run),
+        pytest.raises(UserError, match="Another process"),
+        LocalSink(RunDir(tmp_path), cfg.run, catch_signals=False),
+    ):
         pass
 
 
@@ -260,7 +293,12 @@ def test_more_epochs_continue_a_finished_run(cfg, small_sbm, tmp_path):
     torch.testing.assert_close(weights(model), weights(whole.model), rtol=0, atol=0)
 
 
-FACTORS = ["loss.factor_weight=0.5", "loss.cluster_weight=0.2", "ci.partition=random", "model.dropout=0"]
+FACTORS = [
+    "loss.factor_weight=0.5",
+    "loss.cluster_weight=0.2",
+    "ci.partition=random",
+    "model.dropout=0",
+]
 
 
 def losses(cfg: Config, small_sbm: Any) -> list[float]:
@@ -271,21 +309,45 @@ def losses(cfg: Config, small_sbm: Any) -> list[float]:
 
 @pytest.mark.parametrize("fanouts", ["[]", "[3,3]"])
 def test_half_precision_activations_follow_the_single_ones(store_dir, small_sbm, fanouts):
-    common = [*small_sbm_settings(store_dir), *TINY, *FACTORS, f"sampler.fanouts={fanouts}", "sampler.batch_edges=64", "train.epochs=2"]
-    full, half = (losses(load_config(overrides=[*common, f"train.precision={name}"]), small_sbm) for name in ("float32", "bfloat16"))
+    common = [
+        *small_sbm_settings(store_dir),
+        *TINY,
+        *FACTORS,
+        f"sampler.fanouts={fanouts}",
+        "sampler.batch_edges=64",
+        "train.epochs=2",
+    ]
+    full, half = (
+        losses(load_config(overrides=[*common, f"train.precision={name}"]), small_sbm)
+        for name in ("float32", "bfloat16")
+    )
     assert full != half
     np.testing.assert_allclose(half, full, rtol=0.05, atol=0.02)  # numbers of 8 bits
 
 
 @pytest.mark.slow
 def test_compiled_decoders_train_the_same(store_dir, small_sbm):
-    """Slow: the compiler of the system translates the decoders. Without dropout, whose draws a compiler may make in another order."""
-    common = [*small_sbm_settings(store_dir), *TINY, *FACTORS, "model.structure_dropout=0", "model.factor_dropout=0"]
-    plain, compiled = (losses(load_config(overrides=[*common, f"resources.compile={flag}"]), small_sbm) for flag in ("false", "true"))
+    """Slow: the compiler of the system translates the decoders. Without dropout, whose draws a
+    compiler may make in another order.
+    """
+    common = [
+        *small_sbm_settings(store_dir),
+        *TINY,
+        *FACTORS,
+        "model.structure_dropout=0",
+        "model.factor_dropout=0",
+    ]
+    plain, compiled = (
+        losses(load_config(overrides=[*common, f"resources.compile={flag}"]), small_sbm)
+        for flag in ("false", "true")
+    )
     np.testing.assert_allclose(compiled, plain, rtol=1e-4)
 
 
 def test_both_routing_backends_train_the_same(store_dir, small_sbm):
     common = [*small_sbm_settings(store_dir), *ROUTING, *TINY, *FACTORS]
-    fused, reference = (losses(load_config(overrides=[*common, f"model.routing_backend={name}"]), small_sbm) for name in ("fused", "reference"))
+    fused, reference = (
+        losses(load_config(overrides=[*common, f"model.routing_backend={name}"]), small_sbm)
+        for name in ("fused", "reference")
+    )
     np.testing.assert_allclose(fused, reference, rtol=1e-4)

@@ -1,4 +1,6 @@
-"""The embedded real graph: scikit-learn's 1,797 handwritten digits joined to their ten nearest neighbours."""
+"""The embedded real graph: scikit-learn's 1,797 handwritten digits joined to their ten nearest
+neighbours.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ NEIGHBOURS = 10
 
 
 def load(data: DataConfig) -> RawGraph:
-    """8×8 pixels scaled to [0, 1]; an edge where either end is among the other's ten nearest by Euclidean distance."""
+    """8×8 pixels scaled to [0, 1]; an edge where either end is among the other's ten nearest by
+    Euclidean distance.
+    """
     from sklearn.datasets import load_digits
     from sklearn.neighbors import kneighbors_graph
 

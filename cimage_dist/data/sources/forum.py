@@ -30,12 +30,20 @@ def _counts(rng: np.random.Generator, topic: Array, habit: Array) -> Array:
     sources = np.vstack([common, preferred])
     upto = np.cumsum(sources / sources.sum(1, keepdims=True), axis=1)
     draw = rng.random((POSTS, _LENGTH))
-    source = np.where(draw < _TOPIC_SHARE, 1 + topic[:, None], np.where(draw < _TOPIC_SHARE + _HABIT_SHARE, 1 + TOPICS + habit[:, None], 0))
+    source = np.where(
+        draw < _TOPIC_SHARE,
+        1 + topic[:, None],
+        np.where(draw < _TOPIC_SHARE + _HABIT_SHARE, 1 + TOPICS + habit[:, None], 0),
+    )
     # One sorted axis for all sources: source s covers (s, s + 1].
-    at = np.searchsorted((upto + np.arange(len(upto))[:, None]).ravel(), source + rng.random(source.shape))
+    at = np.searchsorted(
+        (upto + np.arange(len(upto))[:, None]).ravel(), source + rng.random(source.shape)
+    )
     word = np.minimum(at - source * WORDS, WORDS - 1)
     cell = np.arange(POSTS)[:, None] * WORDS + word
-    return np.bincount(cell.ravel(), minlength=POSTS * WORDS).reshape(POSTS, WORDS).astype(np.float32)
+    return (
+        np.bincount(cell.ravel(), minlength=POSTS * WORDS).reshape(POSTS, WORDS).astype(np.float32)
+    )
 
 
 def _answers(rng: np.random.Generator, topic: Array) -> tuple[Array, Array]:

@@ -27,7 +27,8 @@ def readable(path: Path) -> Iterator[None]:
         raise UserError(f"{path} does not exist.") from None
     except _BROKEN as error:
         raise UserError(
-            f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); it is truncated, damaged or not the format its name says. Replace it."
+            f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); "
+            "it is truncated, damaged or not the format its name says. Replace it."
         ) from None
 
 
@@ -41,14 +42,20 @@ def open_npz(path: Path) -> Iterator[Any]:
 
 def read_member(archive: Any, key: str, path: Path) -> Array:
     if key not in archive.files:
-        raise UserError(f"{path} has no array {key!r}; it holds {', '.join(archive.files) or 'nothing'}.")
+        raise UserError(
+            f"{path} has no array {key!r}; it holds {', '.join(archive.files) or 'nothing'}."
+        )
     with readable(path):
         return np.asarray(archive[key])
 
 
 def _header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    read = (
+        np.lib.format.read_array_header_1_0
+        if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
         raise ValueError("arrays of Python objects are not accepted")
@@ -56,16 +63,25 @@ def _header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 @contextmanager
-def _member(archive: zipfile.ZipFile, key: str, path: Path) -> Iterator[tuple[BinaryIO, tuple[int, ...], bool, np.dtype[Any]]]:
+def _member(
+    archive: zipfile.ZipFile, key: str, path: Path
+) -> Iterator[tuple[BinaryIO, tuple[int, ...], bool, np.dtype[Any]]]:
     if f"{key}.npy" not in archive.namelist():
-        raise UserError(f"{path} has no array {key!r}; it holds {', '.join(name.removesuffix('.npy') for name in archive.namelist()) or 'nothing'}.")
+        raise UserError(
+            f"{path} has no array {key!r}; it holds "
+            f"{', '.join(name.removesuffix('.npy') for name in archive.namelist()) or 'nothing'}."
+        )
     with archive.open(f"{key}.npy") as file:
         shape, fortran, dtype = _header(file)  # type: ignore[arg-type]
         yield file, shape, fortran, dtype  # type: ignore[misc]
 
 
 def member_shape(path: Path, key: str) -> tuple[int, ...]:
-    with readable(path), zipfile.ZipFile(path) as archive, _member(archive, key, path) as (_, shape, _, _):
+    with (
+        readable(path),
+        zipfile.ZipFile(path) as archive,
+        _member(archive, key, path) as (_, shape, _, _),
+    ):
         return shape
 
 
@@ -78,9 +94,16 @@ def _read(file: BinaryIO, count: int, dtype: np.dtype[Any]) -> Array:
 
 def stream_rows(path: Path, key: str) -> Iterator[Array]:
     """Row chunks of a two-dimensional member, decompressed as they are needed."""
-    with readable(path), zipfile.ZipFile(path) as archive, _member(archive, key, path) as (file, shape, fortran, dtype):
+    with (
+        readable(path),
+        zipfile.ZipFile(path) as archive,
+        _member(archive, key, path) as (file, shape, fortran, dtype),
+    ):
         if len(shape) != 2 or (fortran and min(shape) > 1):
-            raise UserError(f"{path}: array {key!r} must be a table stored row by row; it has shape {shape}{' in column order' if fortran else ''}.")
+            raise UserError(
+                f"{path}: array {key!r} must be a table stored row by row; it has shape "
+                f"{shape}{' in column order' if fortran else ''}."
+            )
         step = max(1, CHUNK_VALUES // max(1, shape[1]))
         for start in range(0, shape[0], step):
             rows = min(step, shape[0] - start)
@@ -88,8 +111,14 @@ def stream_rows(path: Path, key: str) -> Iterator[Array]:
 
 
 def stream_edges(path: Path, key: str) -> Iterator[tuple[Array, Array]]:
-    """Chunks of a [2, E] member. In row order the sources come first and the targets half a file later: two readers, one ahead."""
-    with readable(path), zipfile.ZipFile(path) as archive, _member(archive, key, path) as (sources, shape, fortran, dtype):
+    """Chunks of a [2, E] member. In row order the sources come first and the targets half a file
+    later: two readers, one ahead.
+    """
+    with (
+        readable(path),
+        zipfile.ZipFile(path) as archive,
+        _member(archive, key, path) as (sources, shape, fortran, dtype),
+    ):
         if len(shape) != 2 or shape[0] != 2:
             raise UserError(f"{path}: array {key!r} must have shape [2, edges]; it has {shape}.")
         sizes = [min(CHUNK_EDGES, shape[1] - start) for start in range(0, shape[1], CHUNK_EDGES)]

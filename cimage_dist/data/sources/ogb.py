@@ -30,8 +30,15 @@ class _Dataset:
     @property
     def files(self) -> list[str]:
         """Needed files; node features in csv form are looked for separately."""
-        raw = ["data.npz", "node-label.npz"] if self.binary else ["edge.csv.gz", "num-node-list.csv.gz", "node-label.csv.gz"]
-        return [*(f"raw/{name}" for name in raw), *(f"split/{self.split}/{part}.csv.gz" for part in ("train", "valid", "test"))]
+        raw = (
+            ["data.npz", "node-label.npz"]
+            if self.binary
+            else ["edge.csv.gz", "num-node-list.csv.gz", "node-label.csv.gz"]
+        )
+        return [
+            *(f"raw/{name}" for name in raw),
+            *(f"split/{self.split}/{part}.csv.gz" for part in ("train", "valid", "test")),
+        ]
 
 
 DATASETS = {
@@ -42,7 +49,9 @@ DATASETS = {
 
 
 def _fetch(dataset: _Dataset) -> Callable[[str, Path], None]:
-    """Download and unpack OGB's archive without its interactive question; the first call brings all files."""
+    """Download and unpack OGB's archive without its interactive question; the first call brings all
+    files.
+    """
 
     def fetch(name: str, into: Path) -> None:
         try:
@@ -50,23 +59,36 @@ def _fetch(dataset: _Dataset) -> Callable[[str, Path], None]:
             from ogb.utils.url import download_url, extract_zip
         except ImportError:
             raise UserError(
-                f"Raw file {into / name} is not here and the package `ogb`, which downloads it, is not installed. Install cimage-dist[ogb], or put "
-                f"{', '.join(dataset.files)} into {into}, or point CIMAGE_DATA_ROOT at a folder that has {dataset.folder}/."
+                f"Raw file {into / name} is not here and the package `ogb`, which downloads it, "
+                "is not installed. Install cimage-dist[ogb], or put "
+                f"{', '.join(dataset.files)} into {into}, or point CIMAGE_DATA_ROOT at a folder "
+                f"that has {dataset.folder}/."
             ) from None
         import pandas as pd
 
-        facts = pd.read_csv(Path(ogb.nodeproppred.__file__).with_name("master.csv"), index_col=0, keep_default_na=False)[dataset.ogb_name]
+        facts = pd.read_csv(
+            Path(ogb.nodeproppred.__file__).with_name("master.csv"),
+            index_col=0,
+            keep_default_na=False,
+        )[dataset.ogb_name]
         with tempfile.TemporaryDirectory(dir=into.parent, prefix=".tmp-download-") as tmp:
             archive = download_url(facts["url"], tmp, log=False)
             extract_zip(archive, tmp, log=False)
-            shutil.copytree(Path(tmp) / facts["download_name"], into, dirs_exist_ok=True, copy_function=shutil.move)
+            shutil.copytree(
+                Path(tmp) / facts["download_name"],
+                into,
+                dirs_exist_ok=True,
+                copy_function=shutil.move,
+            )
 
     return fetch
 
 
 def _column(path: Path) -> Array:
     """A csv without header, first column."""
-    return np.concatenate([frame.iloc[:, 0].to_numpy() for frame in tables.text_frames(path, False, CHUNK_EDGES, [0])])
+    return np.concatenate(
+        [frame.iloc[:, 0].to_numpy() for frame in tables.text_frames(path, False, CHUNK_EDGES, [0])]
+    )
 
 
 def _csv_edges(path: Path) -> Iterator[tuple[Array, Array]]:
@@ -80,7 +102,9 @@ def _csv_features(path: Path) -> Iterator[Array]:
 
 
 def load(data: DataConfig) -> RawGraph:
-    """Official split as boolean masks (§2.2); papers100M labels most nodes with NaN, which means unlabelled."""
+    """Official split as boolean masks (§2.2); papers100M labels most nodes with NaN, which means
+    unlabelled.
+    """
     dataset = DATASETS[data.name]
     folder = find_raw(data, dataset.folder, dataset.files, _fetch(dataset))
     raw = folder / "raw"
@@ -92,7 +116,9 @@ def load(data: DataConfig) -> RawGraph:
             num_nodes = int(npz.read_member(opened, "num_nodes_list", archive).sum())
         with npz.open_npz(raw / "node-label.npz") as opened:
             labels = npz.read_member(opened, "node_label", raw / "node-label.npz")
-        edges: Callable[[], Iterator[tuple[Array, Array]]] = lambda: npz.stream_edges(archive, "edge_index")  # noqa: E731
+        edges: Callable[[], Iterator[tuple[Array, Array]]] = lambda: npz.stream_edges(
+            archive, "edge_index"
+        )  # noqa: E731
         features = lambda: npz.stream_rows(archive, "node_feat")  # noqa: E731
     else:
         num_nodes = int(_column(raw / "num-node-list.csv.gz").sum())
@@ -109,7 +135,15 @@ def load(data: DataConfig) -> RawGraph:
         ids, _ = check_ids(ids, ids, num_nodes, f"node ids of {path}")
         masks[name] = np.zeros(num_nodes, dtype=bool)
         masks[name][ids] = True
-    return RawGraph(num_nodes, edges, features, labels, masks, files, feature_hint=f"{raw / 'node-feat.csv.gz'} is not there")
+    return RawGraph(
+        num_nodes,
+        edges,
+        features,
+        labels,
+        masks,
+        files,
+        feature_hint=f"{raw / 'node-feat.csv.gz'} is not there",
+    )
 
 
 SOURCES = {name: Source(load) for name in DATASETS}

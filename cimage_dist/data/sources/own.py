@@ -1,9 +1,10 @@
 """Your own graph: a folder with edges.* and optionally features.*, labels.*, splits.* files.
 
-edges     csv, tsv, txt (two columns), parquet, npy ([E, 2] or [2, E]), npz (edge_index, or a scipy sparse adjacency)
-features  npy, npz (`x`, or a scipy sparse matrix), parquet, csv, tsv, txt; row i is node i
-labels    npy, csv, tsv, txt, parquet; a class per node, or two columns (node id, class); names are numbered in sorted order
-splits    npz or json with train / val / test (masks or node ids), or csv with one of these words per node
+edges     csv, tsv, txt (two columns), parquet, npy ([E, 2] or [2, E]), npz (edge_index, or a scipy
+sparse adjacency) features  npy, npz (`x`, or a scipy sparse matrix), parquet, csv, tsv, txt; row i
+is node i labels    npy, csv, tsv, txt, parquet; a class per node, or two columns (node id, class);
+names are numbered in sorted order splits    npz or json with train / val / test (masks or node
+ids), or csv with one of these words per node
 """
 
 from __future__ import annotations
@@ -34,21 +35,36 @@ _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "v
 def find_files(path: Path) -> dict[str, Path]:
     """Role -> file. A path to a file is the edge list; the other files are looked for beside it."""
     if not path.exists():
-        raise UserError(f"data.path does not exist: {path}. Give a folder with an edges file, or the edges file itself.")
+        raise UserError(
+            f"data.path does not exist: {path}. Give a folder with an edges file, or the edges "
+            "file itself."
+        )
     folder = path if path.is_dir() else path.parent
     found: dict[str, Path] = {}
     for role, kinds in KINDS.items():
-        here = sorted(p for p in folder.iterdir() if p.is_file() and p.name.partition(".")[0] == role and tables.kind_of(p) in kinds)
+        here = sorted(
+            p
+            for p in folder.iterdir()
+            if p.is_file() and p.name.partition(".")[0] == role and tables.kind_of(p) in kinds
+        )
         if role == "edges" and path.is_file():
             here = [path]
         if len(here) > 1:
-            raise UserError(f"{folder} holds several {role} files: {', '.join(p.name for p in here)}. Keep one.")
+            raise UserError(
+                f"{folder} holds several {role} files: {', '.join(p.name for p in here)}. Keep one."
+            )
         if here:
             found[role] = here[0]
     if "edges" not in found:
-        raise UserError(f"{folder} has no edges file; expected one of {', '.join(f'edges.{kind}' for kind in KINDS['edges'])}.")
+        raise UserError(
+            f"{folder} has no edges file; expected one of "
+            f"{', '.join(f'edges.{kind}' for kind in KINDS['edges'])}."
+        )
     if tables.kind_of(found["edges"]) not in KINDS["edges"]:
-        raise UserError(f"{found['edges']} is not an edge list this program reads ({', '.join(KINDS['edges'])}).")
+        raise UserError(
+            f"{found['edges']} is not an edge list this program reads "
+            f"({', '.join(KINDS['edges'])})."
+        )
     return found
 
 
@@ -65,9 +81,13 @@ def _edges(path: Path) -> Iterator[tuple[Array, Array]]:
             if "indptr" in archive.files:
                 adjacency = _sparse(path).tocoo()
                 return edge_chunks(adjacency.row, adjacency.col)
-            pairs = npz.read_member(archive, "edge_index" if "edge_index" in archive.files else "edges", path)
+            pairs = npz.read_member(
+                archive, "edge_index" if "edge_index" in archive.files else "edges", path
+            )
     if pairs.ndim != 2 or 2 not in pairs.shape:
-        raise UserError(f"{path}: edges must be an array [E, 2] or [2, E]; it has shape {pairs.shape}.")
+        raise UserError(
+            f"{path}: edges must be an array [E, 2] or [2, E]; it has shape {pairs.shape}."
+        )
     src, dst = (pairs[:, 0], pairs[:, 1]) if pairs.shape[1] == 2 else (pairs[0], pairs[1])
     return edge_chunks(src, dst)
 
@@ -108,8 +128,12 @@ def _by_node(path: Path, num_nodes: int, missing: Any) -> Array:
         return values
     nodes, _ = check_ids(ids, ids, num_nodes, f"node ids of {path}")
     if len(np.unique(nodes)) != len(nodes):
-        raise UserError(f"{path}: {len(nodes) - len(np.unique(nodes)):,} nodes occur more than once.")
-    out = np.full(num_nodes, missing, dtype=object if values.dtype.kind not in "iuf" else np.float64)
+        raise UserError(
+            f"{path}: {len(nodes) - len(np.unique(nodes)):,} nodes occur more than once."
+        )
+    out = np.full(
+        num_nodes, missing, dtype=object if values.dtype.kind not in "iuf" else np.float64
+    )
     out[nodes] = values
     return out
 
@@ -133,16 +157,32 @@ def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
             given = {name: npz.read_member(archive, name, path) for name in archive.files}
     elif kind == "json":
         content = artifacts.read_json(path, "Splits file")
-        given = {name: np.asarray(ids) for name, ids in content.items()} if isinstance(content, dict) else {}
+        given = (
+            {name: np.asarray(ids) for name, ids in content.items()}
+            if isinstance(content, dict)
+            else {}
+        )
     else:
         import pandas as pd
 
-        words = pd.Series(_by_node(path, num_nodes, None), dtype=object).fillna("").astype(str).str.strip().str.lower()
+        words = (
+            pd.Series(_by_node(path, num_nodes, None), dtype=object)
+            .fillna("")
+            .astype(str)
+            .str.strip()
+            .str.lower()
+        )
         given = {word: (words == word).to_numpy(dtype=bool) for word in words.unique() if word}
     unknown = sorted(set(given) - set(_SPLIT_WORDS))
     if unknown or not given:
-        raise UserError(f"{path}: splits are named train, val and test; found {', '.join(map(repr, unknown)) or 'none'}.")
-    return {_SPLIT_WORDS[name]: _as_mask(values, num_nodes, f"{name} split of {path}") for name, values in given.items()}
+        raise UserError(
+            f"{path}: splits are named train, val and test; found "
+            f"{', '.join(map(repr, unknown)) or 'none'}."
+        )
+    return {
+        _SPLIT_WORDS[name]: _as_mask(values, num_nodes, f"{name} split of {path}")
+        for name, values in given.items()
+    }
 
 
 def _as_mask(values: Array, num_nodes: int, where: str) -> Array:
@@ -157,7 +197,9 @@ def _as_mask(values: Array, num_nodes: int, where: str) -> Array:
 
 
 def load(data: DataConfig) -> RawGraph:
-    """The number of nodes is the number of feature rows, else of labels, else the highest id in the edges + 1."""
+    """The number of nodes is the number of feature rows, else of labels, else the highest id in the
+    edges + 1.
+    """
     assert data.path is not None
     files = find_files(Path(data.path))
     features: Callable[[], Iterator[Array]] | None = None
@@ -168,7 +210,10 @@ def load(data: DataConfig) -> RawGraph:
         ids, values = tables.read_node_values(files["labels"])
         num_nodes = len(values) if ids is None else None
     if num_nodes is None:
-        num_nodes = 1 + max((int(max(src.max(), dst.max())) for src, dst in _checked(files["edges"]) if len(src)), default=-1)
+        num_nodes = 1 + max(
+            (int(max(src.max(), dst.max())) for src, dst in _checked(files["edges"]) if len(src)),
+            default=-1,
+        )
     notes: dict[str, Any] = {}
     labels = None
     if "labels" in files:

@@ -1,4 +1,6 @@
-"""Cora, Citeseer and Pubmed from their raw `ind.*` files, without trusting the pickles (§2.2: public split, row-normalised)."""
+"""Cora, Citeseer and Pubmed from their raw `ind.*` files, without trusting the pickles (§2.2:
+public split, row-normalised).
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ import numpy as np
 
 from cimage_dist.config import DataConfig
 from cimage_dist.data.checks import Array
-from cimage_dist.data.sources.raw import RawGraph, Source, edge_chunks, fetch_pyg, find_raw, row_chunks
+from cimage_dist.data.sources.raw import (
+    RawGraph,
+    Source,
+    edge_chunks,
+    fetch_pyg,
+    find_raw,
+    row_chunks,
+)
 from cimage_dist.errors import UserError
 
 FOLDERS = {"cora": "Cora", "citeseer": "Citeseer", "pubmed": "Pubmed"}
 _PICKLES = ("x", "tx", "allx", "y", "ty", "ally", "graph")
 _NUM_VAL = 500
 
-# Everything these files need to rebuild arrays, sparse matrices and one dictionary. Old module names map to today's.
+# Everything these files need to rebuild arrays, sparse matrices and one dictionary. Old module
+# names map to today's.
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"): ("numpy._core.multiarray", "_reconstruct"),
@@ -39,7 +49,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise UserError(f"it asks for {module}.{name}, which no Planetoid file needs; the file is not what it claims to be and was not loaded")
+            raise UserError(
+                f"it asks for {module}.{name}, which no Planetoid file needs; the file is not "
+                "what it claims to be and was not loaded"
+            )
         return super().find_class(*_ALLOWED[module, name])
 
 
@@ -49,9 +62,14 @@ def read_pickle(path: Path) -> Any:
         with path.open("rb") as file:
             return _Unpickler(file, encoding="latin1").load()
     except UserError as error:
-        raise UserError(f"Raw file {path} is refused: {error}. Replace it by the original.") from None
+        raise UserError(
+            f"Raw file {path} is refused: {error}. Replace it by the original."
+        ) from None
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise UserError(f"Raw file {path} cannot be read ({type(error).__name__}: {error}). Replace it by the original.") from None
+        raise UserError(
+            f"Raw file {path} cannot be read ({type(error).__name__}: {error}). Replace it by "
+            "the original."
+        ) from None
 
 
 def _matrix(path: Path) -> Any:
@@ -61,32 +79,44 @@ def _matrix(path: Path) -> Any:
     value = read_pickle(path)
     try:
         if issparse(value):
-            # Pickles restore the attributes as they are: rebuild, so that indices are checked before compiled code sees them.
+            # Pickles restore the attributes as they are: rebuild, so that indices are checked
+            # before compiled code sees them.
             value = csr_matrix((value.data, value.indices, value.indptr), shape=value.shape)
             value.check_format(full_check=True)
         elif not (isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind in "iuf"):
             raise ValueError(f"a matrix was expected, not {type(value).__name__}")
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"Raw file {path} does not hold a valid matrix ({error}). Replace it by the original.") from None
+        raise UserError(
+            f"Raw file {path} does not hold a valid matrix ({error}). Replace it by the original."
+        ) from None
     return value
 
 
 def _adjacency(path: Path) -> tuple[Array, Array]:
     graph = read_pickle(path)
     if not isinstance(graph, Mapping):
-        raise UserError(f"Raw file {path} should hold a dictionary of neighbour lists, not {type(graph).__name__}. Replace it by the original.")
+        raise UserError(
+            f"Raw file {path} should hold a dictionary of neighbour lists, not "
+            f"{type(graph).__name__}. Replace it by the original."
+        )
     try:
         ids = np.fromiter(graph.keys(), dtype=np.int64, count=len(graph))
         lengths = np.fromiter(map(len, graph.values()), dtype=np.int64, count=len(graph))
-        return np.repeat(ids, lengths), np.fromiter(chain.from_iterable(graph.values()), dtype=np.int64, count=int(lengths.sum()))
+        return np.repeat(ids, lengths), np.fromiter(
+            chain.from_iterable(graph.values()), dtype=np.int64, count=int(lengths.sum())
+        )
     except (TypeError, ValueError) as error:
-        raise UserError(f"Raw file {path} holds neighbour lists that are not node ids ({error}). Replace it by the original.") from None
+        raise UserError(
+            f"Raw file {path} holds neighbour lists that are not node ids ({error}). Replace it "
+            "by the original."
+        ) from None
 
 
 def load(data: DataConfig) -> RawGraph:
     """Rows of `allx`, then the test rows at the places `test.index` names.
 
-    Citeseer's test range has gaps (15 papers known only by links): these get zero features and no label (-1), so that they are in no split.
+    Citeseer's test range has gaps (15 papers known only by links): these get zero features and no
+    label (-1), so that they are in no split.
     """
     from scipy.sparse import csr_matrix, vstack
 
@@ -98,17 +128,31 @@ def load(data: DataConfig) -> RawGraph:
     try:
         test = np.loadtxt(index_file, dtype=np.int64, ndmin=1)
     except ValueError as error:
-        raise UserError(f"Raw file {index_file} is not a list of node ids ({error}). Replace it by the original.") from None
-    known = part["allx"].shape[0]
-    if test.size != part["tx"].shape[0] or test.size == 0 or test.min() != known or part["ally"].shape[0] != known or part["ty"].shape[0] != test.size:
         raise UserError(
-            f"Raw files in {folder} do not belong together: allx/ally have {known}/{part['ally'].shape[0]} rows, "
+            f"Raw file {index_file} is not a list of node ids ({error}). Replace it by the "
+            "original."
+        ) from None
+    known = part["allx"].shape[0]
+    if (
+        test.size != part["tx"].shape[0]
+        or test.size == 0
+        or test.min() != known
+        or part["ally"].shape[0] != known
+        or part["ty"].shape[0] != test.size
+    ):
+        raise UserError(
+            f"Raw files in {folder} do not belong together: allx/ally have "
+            f"{known}/{part['ally'].shape[0]} rows, "
             f"tx/ty {part['tx'].shape[0]}/{part['ty'].shape[0]}, "
             f"test.index {test.size}. Replace them by the originals."
         )
     num_nodes = int(test.max()) + 1
-    # Line i of test.index names the node of test row i, so scattering rows to these places restores the order.
-    scatter = csr_matrix((np.ones(test.size, dtype=np.float32), (test - known, np.arange(test.size))), shape=(num_nodes - known, test.size))
+    # Line i of test.index names the node of test row i, so scattering rows to these places restores
+    # the order.
+    scatter = csr_matrix(
+        (np.ones(test.size, dtype=np.float32), (test - known, np.arange(test.size))),
+        shape=(num_nodes - known, test.size),
+    )
     x = vstack([csr_matrix(part["allx"]), scatter @ csr_matrix(part["tx"])]).tocsr()
     y = np.full(num_nodes, -1, dtype=np.int64)
     y[:known] = np.asarray(part["ally"]).argmax(axis=1)
@@ -120,9 +164,16 @@ def load(data: DataConfig) -> RawGraph:
     masks["val"][train : train + _NUM_VAL] = True
     masks["test"][test] = True
     return RawGraph(
-        num_nodes=num_nodes, edges=lambda: edge_chunks(src, dst), features=lambda: row_chunks(x), labels=y, masks=masks, files=[folder / n for n in names]
+        num_nodes=num_nodes,
+        edges=lambda: edge_chunks(src, dst),
+        features=lambda: row_chunks(x),
+        labels=y,
+        masks=masks,
+        files=[folder / n for n in names],
     )
 
 
 # Citeseer, revision 1: its padding nodes have no label.
-SOURCES = {name: Source(load, normalize="row", revision=int(name == "citeseer")) for name in FOLDERS}
+SOURCES = {
+    name: Source(load, normalize="row", revision=int(name == "citeseer")) for name in FOLDERS
+}

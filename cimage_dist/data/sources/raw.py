@@ -25,7 +25,9 @@ _TIMEOUT_SECONDS = 30.0
 
 @dataclass
 class RawGraph:
-    """A graph as its source gives it: edges and features come in chunks, so that neither need fit into memory."""
+    """A graph as its source gives it: edges and features come in chunks, so that neither need fit
+    into memory.
+    """
 
     num_nodes: int
     edges: Callable[[], Iterator[tuple[Array, Array]]]
@@ -42,12 +44,16 @@ class RawGraph:
 
 @dataclass(frozen=True)
 class Source:
-    """A registered dataset: how to load it and whether rows are normalised unless data.normalize says otherwise."""
+    """A registered dataset: how to load it and whether rows are normalised unless data.normalize
+    says otherwise.
+    """
 
     load: Callable[[DataConfig], RawGraph]
     normalize: str = "none"
     revision: int = 0
-    """Raised when the same raw files give another graph than before: stores made earlier are then built again."""
+    """Raised when the same raw files give another graph than before: stores made earlier are then
+    built again.
+    """
 
 
 def row_chunks(matrix: Any, values: int = CHUNK_VALUES) -> Iterator[Array]:
@@ -72,8 +78,14 @@ def raw_roots(data: DataConfig) -> list[Path]:
     return [Path(variable), own] if variable else [own]
 
 
-def find_raw(data: DataConfig, folder: str, names: Sequence[str], fetch: Callable[[str, Path], None] | None = None) -> Path:
-    """The folder that holds all raw files `names`; with none, `fetch(name, into)` gets each of them, once and whole.
+def find_raw(
+    data: DataConfig,
+    folder: str,
+    names: Sequence[str],
+    fetch: Callable[[str, Path], None] | None = None,
+) -> Path:
+    """The folder that holds all raw files `names`; with none, `fetch(name, into)` gets each of
+    them, once and whole.
 
     Raw files that are already there are never downloaded again.
     """
@@ -83,7 +95,10 @@ def find_raw(data: DataConfig, folder: str, names: Sequence[str], fetch: Callabl
             return root / folder
     target = roots[-1] / folder
     expected = f"Expected {', '.join(names)} in {' or '.join(str(root / folder) for root in roots)}"
-    how = f"Put the files there, or point {ROOT_VARIABLE} (or data.root) at a folder that has {folder}/."
+    how = (
+        f"Put the files there, or point {ROOT_VARIABLE} (or data.root) at a folder that has "
+        f"{folder}/."
+    )
     if fetch is None:
         raise UserError(f"Raw files of {data.name!r} not found. {expected}. {how}")
     patience = socket.getdefaulttimeout()
@@ -95,15 +110,22 @@ def find_raw(data: DataConfig, folder: str, names: Sequence[str], fetch: Callabl
                 fetch(name, target)
     except UserError:
         raise
-    except Exception as error:  # network libraries raise many types; all mean that the file could not be had
-        raise UserError(f"Raw files of {data.name!r} are not here and the download failed ({type(error).__name__}: {error}). {expected}. {how}") from None
+    except (
+        Exception
+    ) as error:  # network libraries raise many types; all mean that the file could not be had
+        raise UserError(
+            f"Raw files of {data.name!r} are not here and the download failed "
+            f"({type(error).__name__}: {error}). {expected}. {how}"
+        ) from None
     finally:
         socket.setdefaulttimeout(patience)
     return target
 
 
 def fetch_pyg(dataset: str) -> Callable[[str, Path], None]:
-    """A fetcher of the raw files of a PyG dataset class; a broken download leaves no file under the final name."""
+    """A fetcher of the raw files of a PyG dataset class; a broken download leaves no file under the
+    final name.
+    """
 
     def fetch(name: str, into: Path) -> None:
         import torch_geometric.datasets

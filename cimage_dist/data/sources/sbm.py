@@ -1,12 +1,15 @@
 """A degree-corrected stochastic block model with planted features, generated in chunks at any size.
 
-Structure: an edge picks a block uniformly and a node in it by its propensity; the other end stays in the block with probability
-`homophily`, else goes to one of the other blocks. Within a block the node at relative rank t in [0, 1) has propensity
-θ(t) ∝ (t + q)^(-a), a = 1 / (exponent − 1): a power law of the degrees, with q set so that no expected degree exceeds the
-structural cut-off √(N · mean degree). Sampling θ is a closed-form inverse, so no table of weights is needed.
+Structure: an edge picks a block uniformly and a node in it by its propensity; the other end stays
+in the block with probability
+`homophily`, else goes to one of the other blocks. Within a block the node at relative rank t in [0,
+1) has propensity θ(t) ∝ (t + q)^(-a), a = 1 / (exponent − 1): a power law of the degrees, with q
+set so that no expected degree exceeds the structural cut-off √(N · mean degree). Sampling θ is a
+closed-form inverse, so no table of weights is needed.
 
-Features: column j of the first `label_features` is μ[block, j] + noise; each of the `nuisance_features` is driven by one of a
-few Gaussian factors per node that are independent of the block.
+Features: column j of the first `label_features` is μ[block, j] + noise; each of the
+`nuisance_features` is driven by one of a few Gaussian factors per node that are independent of the
+block.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ _PERMUTE, _EDGES, _MEANS, _ROWS = range(4)
 
 
 def _rng(sbm: SbmConfig, part: int, chunk: int = 0) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(keyed.stream(sbm.seed, "sbm", part, chunk) & ((1 << 64) - 1)))
+    return np.random.Generator(
+        np.random.PCG64(keyed.stream(sbm.seed, "sbm", part, chunk) & ((1 << 64) - 1))
+    )
 
 
 def _mass(t: float, q: float, a: float) -> float:
@@ -39,11 +44,15 @@ def _mass(t: float, q: float, a: float) -> float:
 
 
 def _offset(a: float, peak: float) -> float:
-    """q for which the largest propensity is `peak` times the mean one (bisection; the ratio falls with q)."""
+    """q for which the largest propensity is `peak` times the mean one (bisection; the ratio falls
+    with q).
+    """
     low, high = 1e-12, 1e12
     for _ in range(200):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if middle ** (-a) / _mass(1.0, middle, a) > peak else (low, middle)
+        low, high = (
+            (middle, high) if middle ** (-a) / _mass(1.0, middle, a) > peak else (low, middle)
+        )
     return high
 
 
@@ -75,7 +84,9 @@ def _edges(sbm: SbmConfig, order: Array) -> Iterator[tuple[Array, Array]]:
         rng = _rng(sbm, _EDGES, chunk)
         head = rng.integers(blocks, size=count)
         leaves = rng.random(count) >= sbm.homophily
-        tail = (head + leaves * rng.integers(1, blocks, size=count)) % blocks if blocks > 1 else head
+        tail = (
+            (head + leaves * rng.integers(1, blocks, size=count)) % blocks if blocks > 1 else head
+        )
         yield nodes(head, rng.random(count)), nodes(tail, rng.random(count))
 
 
@@ -90,7 +101,9 @@ def _features(sbm: SbmConfig, labels: Array) -> Iterator[Array]:
         x *= np.float32(sbm.noise)
         x[:, :signal] += means[y]
         if nuisance:
-            x[:, signal:] += rng.standard_normal((len(y), factors), dtype=np.float32)[:, np.arange(nuisance) % factors]
+            x[:, signal:] += rng.standard_normal((len(y), factors), dtype=np.float32)[
+                :, np.arange(nuisance) % factors
+            ]
         yield x
 
 
@@ -102,7 +115,9 @@ def load(data: DataConfig) -> RawGraph:
     """Blocks of equal size; node ids are shuffled, so an id tells neither block nor degree."""
     sbm = data.sbm
     n, blocks = sbm.num_nodes, sbm.num_blocks
-    shuffled = torch.argsort(keyed.bits(keyed.stream(sbm.seed, "sbm", _PERMUTE), torch.arange(n)), stable=True)
+    shuffled = torch.argsort(
+        keyed.bits(keyed.stream(sbm.seed, "sbm", _PERMUTE), torch.arange(n)), stable=True
+    )
     order = shuffled.numpy().astype(index_dtype(n))
     del shuffled
     labels = np.empty(n, dtype=np.int64)
@@ -112,9 +127,16 @@ def load(data: DataConfig) -> RawGraph:
         "label_columns": [0, sbm.label_features],
         "nuisance_columns": [sbm.label_features, sbm.label_features + sbm.nuisance_features],
         "nuisance_factors": num_nuisance_factors(sbm) if sbm.nuisance_features else 0,
-        "nuisance_rule": "column j of the nuisance range is driven by factor j modulo nuisance_factors",
+        "nuisance_rule": "column j of the nuisance range is driven by factor j modulo "
+        "nuisance_factors",
     }
-    return RawGraph(num_nodes=n, edges=lambda: _edges(sbm, order), features=lambda: _features(sbm, labels), labels=labels, notes={"planted": columns})
+    return RawGraph(
+        num_nodes=n,
+        edges=lambda: _edges(sbm, order),
+        features=lambda: _features(sbm, labels),
+        labels=labels,
+        notes={"planted": columns},
+    )
 
 
 SOURCES = {"sbm": Source(load)}

@@ -35,7 +35,10 @@ def readable_table(path: Path) -> Iterator[None]:
         except EmptyDataError:
             raise UserError(f"{path} is empty.") from None
         except (ParserError, ArrowException) as error:
-            raise UserError(f"{path} cannot be read as {kind_of(path)} ({' '.join(str(error).split())}). Repair or replace it.") from None
+            raise UserError(
+                f"{path} cannot be read as {kind_of(path)} ({' '.join(str(error).split())}). "
+                "Repair or replace it."
+            ) from None
 
 
 def _first_lines(path: Path, count: int = 1, comments: bool = False) -> list[list[str]]:
@@ -46,7 +49,9 @@ def _first_lines(path: Path, count: int = 1, comments: bool = False) -> list[lis
     with readable(path), opener(path, "rt") as file:
         for line in file:
             if not (comments and line.startswith("#")):
-                lines.append([cell.strip().strip('"') for cell in line.rstrip("\r\n").split(separator)])
+                lines.append(
+                    [cell.strip().strip('"') for cell in line.rstrip("\r\n").split(separator)]
+                )
             if len(lines) == count:
                 break
     return lines
@@ -60,14 +65,24 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def text_frames(path: Path, header: bool, rows: int, columns: list[int] | None = None, **options: Any) -> Iterator[Any]:
+def text_frames(
+    path: Path, header: bool, rows: int, columns: list[int] | None = None, **options: Any
+) -> Iterator[Any]:
     """pandas frames of at most `rows` rows."""
     import pandas as pd
 
     separator = {"csv": ",", "tsv": "\t"}.get(kind_of(path), r"\s+")
     with (
         readable_table(path),
-        pd.read_csv(path, sep=separator, header=0 if header else None, chunksize=rows, usecols=columns, low_memory=False, **options) as reader,
+        pd.read_csv(
+            path,
+            sep=separator,
+            header=0 if header else None,
+            chunksize=rows,
+            usecols=columns,
+            low_memory=False,
+            **options,
+        ) as reader,
     ):
         yield from reader
 
@@ -75,7 +90,9 @@ def text_frames(path: Path, header: bool, rows: int, columns: list[int] | None =
 def _edge_columns(names: Sequence[str], path: Path) -> tuple[int, int]:
     """Positions of the two ends: by usual names, else the first two columns."""
     if len(names) < 2:
-        raise UserError(f"{path}: an edge needs two columns (source and target node id); found {len(names)}.")
+        raise UserError(
+            f"{path}: an edge needs two columns (source and target node id); found {len(names)}."
+        )
     lower = [str(name).lower() for name in names]
     for a, b in _ENDS:
         if a in lower and b in lower:
@@ -84,7 +101,9 @@ def _edge_columns(names: Sequence[str], path: Path) -> tuple[int, int]:
 
 
 def text_edges(path: Path) -> Iterator[tuple[Array, Array]]:
-    """csv, tsv or blank-separated txt; a header is recognised, `#` starts a comment, further columns are ignored."""
+    """csv, tsv or blank-separated txt; a header is recognised, `#` starts a comment, further
+    columns are ignored.
+    """
     lines = _first_lines(path, comments=True)
     if not lines:
         return
@@ -104,7 +123,10 @@ def parquet_edges(path: Path) -> Iterator[tuple[Array, Array]]:
         names = file.schema_arrow.names
         a, b = _edge_columns(names, path)
         for batch in file.iter_batches(CHUNK_EDGES, columns=[names[a], names[b]]):
-            yield batch.column(names[a]).to_numpy(zero_copy_only=False), batch.column(names[b]).to_numpy(zero_copy_only=False)
+            yield (
+                batch.column(names[a]).to_numpy(zero_copy_only=False),
+                batch.column(names[b]).to_numpy(zero_copy_only=False),
+            )
 
 
 def load_npy(path: Path) -> Array:
@@ -141,7 +163,12 @@ def parquet_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
     def chunks() -> Iterator[Array]:
         with readable_table(path), pq.ParquetFile(path) as file:
             for batch in file.iter_batches(max(1, CHUNK_VALUES // max(1, len(names)))):
-                yield _numbers(np.stack([column.to_numpy(zero_copy_only=False) for column in batch.columns], axis=1), path)
+                yield _numbers(
+                    np.stack(
+                        [column.to_numpy(zero_copy_only=False) for column in batch.columns], axis=1
+                    ),
+                    path,
+                )
 
     return rows, chunks
 
@@ -149,7 +176,10 @@ def parquet_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
 def npy_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
     matrix = load_npy(path)
     if matrix.ndim != 2:
-        raise UserError(f"{path}: features must be a table [nodes, columns]; the array has shape {matrix.shape}.")
+        raise UserError(
+            f"{path}: features must be a table [nodes, columns]; the array has shape "
+            f"{matrix.shape}."
+        )
     return len(matrix), lambda: row_chunks(matrix)
 
 
@@ -163,7 +193,9 @@ def _numbers(rows: Array, path: Path) -> Array:
 
 
 def read_node_values(path: Path) -> tuple[Array | None, Array]:
-    """(node ids or None, values) of a labels or splits table: one column in node order, or two columns (node id, value)."""
+    """(node ids or None, values) of a labels or splits table: one column in node order, or two
+    columns (node id, value).
+    """
     import pandas as pd
 
     if kind_of(path) == "npy":
@@ -176,9 +208,14 @@ def read_node_values(path: Path) -> tuple[Array | None, Array]:
         if not lines:
             raise UserError(f"{path} is empty.")
         named = lines[0][0].lower() in _NODE_COLUMNS
-        header = named or (len(lines) > 1 and not _is_number(lines[0][-1]) and _is_number(lines[1][-1]))
+        header = named or (
+            len(lines) > 1 and not _is_number(lines[0][-1]) and _is_number(lines[1][-1])
+        )
         frame = pd.concat(text_frames(path, header, CHUNK_EDGES, skip_blank_lines=False))
     if frame.shape[1] not in (1, 2):
-        raise UserError(f"{path} must have one column (a value per node, in node order) or two (node id, value); it has {frame.shape[1]}.")
+        raise UserError(
+            f"{path} must have one column (a value per node, in node order) or two (node id, "
+            f"value); it has {frame.shape[1]}."
+        )
     values = frame.iloc[:, -1].to_numpy()
     return (None if frame.shape[1] == 1 else frame.iloc[:, 0].to_numpy()), values

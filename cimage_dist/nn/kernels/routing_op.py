@@ -1,6 +1,8 @@
-"""Routing as one operator, `torch.ops.cimage.route`: one node for autograd, torch.compile and DDP, with a backend per device.
+"""Routing as one operator, `torch.ops.cimage.route`: one node for autograd, torch.compile and DDP,
+with a backend per device.
 
-The backward pass recomputes the iterations, so nothing is kept between the two but the operator's inputs.
+The backward pass recomputes the iterations, so nothing is kept between the two but the operator's
+inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def is_fused(x: Tensor) -> bool:
 
 def _wide(x: Tensor) -> Tensor:
     """Half precision is storage only on the CPU; the loops compute in single."""
-    return x.float() if x.device.type == "cpu" and x.dtype not in (torch.float32, torch.float64) else x
+    return (
+        x.float() if x.device.type == "cpu" and x.dtype not in (torch.float32, torch.float64) else x
+    )
 
 
 def _unit_grad(grad_l: Tensor, x: Tensor, l: Tensor) -> Tensor:  # noqa: E741
@@ -52,20 +56,25 @@ def route_op(
     through_all: bool,
     unit: bool,
 ) -> Tensor:
-    """The routed sums of targets first .. first + T: x [N, K, C], indptr int64 [T+1], indices [E], weight [E] -> [T, K, C].
+    """The routed sums of targets first .. first + T: x [N, K, C], indptr int64 [T+1], indices [E],
+    weight [E] -> [T, K, C].
 
-    `unit` divides each factor of x by its length first; otherwise that has been done. `through_all` chooses the gradient: through all
-    iterations, or through the last sum only.
+    `unit` divides each factor of x by its length first; otherwise that has been done. `through_all`
+    chooses the gradient: through all iterations, or through the last sum only.
     """
     # Backends are imported on use: numba and Triton take their time, and not every verb routes.
     if x.device.type == "cpu":
         from cimage_dist.nn.kernels.cpu import routing as routing_cpu
 
-        return routing_cpu.forward(_wide(x), first, indptr, indices, weight, iterations, temperature, self_init, unit).to(x.dtype)
+        return routing_cpu.forward(
+            _wide(x), first, indptr, indices, weight, iterations, temperature, self_init, unit
+        ).to(x.dtype)
     from cimage_dist.nn.kernels.triton import routing as routing_triton
 
     l = F.normalize(x, dim=-1, eps=_EPS) if unit else x  # noqa: E741
-    return routing_triton.forward(l, first, indptr, indices, weight, iterations, temperature, self_init)
+    return routing_triton.forward(
+        l, first, indptr, indices, weight, iterations, temperature, self_init
+    )
 
 
 @torch.library.custom_op("cimage::route_backward", mutates_args=())
@@ -103,8 +112,18 @@ def _(x: Tensor, first: int, indptr: Tensor, *_: Any) -> Tensor:
 
 
 @route_backward_op.register_fake
-def _(grad: Tensor, x: Tensor, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+def _(
+    grad: Tensor,
+    x: Tensor,
+    first: int,
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(
+        weight.shape
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -115,7 +134,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, indptr, indices, weight = ctx.saved_tensors
-    grad_x, grad_w = route_backward_op(grad.contiguous(), x, ctx.first, indptr, indices, weight, *ctx.options)
+    grad_x, grad_w = route_backward_op(
+        grad.contiguous(), x, ctx.first, indptr, indices, weight, *ctx.options
+    )
     return grad_x, None, None, None, None if weight is None else grad_w, *[None] * len(ctx.options)
 
 

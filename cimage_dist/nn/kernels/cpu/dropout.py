@@ -15,15 +15,28 @@ from cimage_dist.nn.kernels.cpu.threads import num_parts, run_parts
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _drop(x: Any, out: Any, low: Any, high: Any, threshold: Any, scale: float, parts: int, part: int) -> None:
+def _drop(
+    x: Any, out: Any, low: Any, high: Any, threshold: Any, scale: float, parts: int, part: int
+) -> None:
     """out[i] = scale·x[i] where hash(key, i) >= threshold, else 0, for a part of the positions."""
     source, target, factor = pointer(x), pointer(out), spread(pointer(x), scale)
     vectors = x.size // LANES
     for i in range(vectors * part // parts * LANES, vectors * (part + 1) // parts * LANES, LANES):
-        store(target, i, multiply(multiply(factor, keep_mask(source, np.uint64(i), low, high, threshold)), load(source, i)))
+        store(
+            target,
+            i,
+            multiply(
+                multiply(factor, keep_mask(source, np.uint64(i), low, high, threshold)),
+                load(source, i),
+            ),
+        )
     if part == parts - 1 and vectors * LANES < x.size:
         rest = np.zeros(LANES, x.dtype)
-        store(pointer(rest), 0, multiply(factor, keep_mask(source, np.uint64(vectors * LANES), low, high, threshold)))
+        store(
+            pointer(rest),
+            0,
+            multiply(factor, keep_mask(source, np.uint64(vectors * LANES), low, high, threshold)),
+        )
         for i in range(vectors * LANES, x.size):
             out[i] = rest[i - vectors * LANES] * x[i]
 

@@ -1,4 +1,6 @@
-"""Routing into one target of very many neighbours, compiled: its messages in blocks among the threads, sums of blocks added in order."""
+"""Routing into one target of very many neighbours, compiled: its messages in blocks among the
+threads, sums of blocks added in order.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,54 @@ from typing import Any
 import numba
 import numpy as np
 
-from cimage_dist.nn.kernels.cpu.loops import GROUP, add_messages, add_neighbour_grad, assign, back_messages, fill, normalise, normalise_grad
+from cimage_dist.nn.kernels.cpu.loops import (
+    GROUP,
+    add_messages,
+    add_neighbour_grad,
+    assign,
+    back_messages,
+    fill,
+    normalise,
+    normalise_grad,
+)
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 from cimage_dist.nn.kernels.cpu.threads import run_parts
 
-BLOCK = 512  # messages per block: fixed, so that sums have the same order whatever the number of threads
+# messages per block: fixed, so that sums have the same order whatever the number of threads
+BLOCK = 512
 
 _compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
 
 @_compiled
-def _sum_blocks(pb: Any, v: int, t: int, centres_array: Any, partial_array: Any, parts: int, part: int) -> None:
-    """Σ w·p_t·l[u] over each block of a part, the centre of iteration t being the t-th row of the centres."""
-    rows, ids, weight, padding = pointer(pb.rows), pointer(pb.indices), pointer(pb.weight), pointer(pb.padding)
-    centres, sums, channels, blocks, has_weight = pointer(centres_array), pointer(partial_array), pb.channels, pb.blocks, pb.weight.size > 0
+def _sum_blocks(
+    pb: Any, v: int, t: int, centres_array: Any, partial_array: Any, parts: int, part: int
+) -> None:
+    """Σ w·p_t·l[u] over each block of a part, the centre of iteration t being the t-th row of the
+    centres.
+    """
+    rows, ids, weight, padding = (
+        pointer(pb.rows),
+        pointer(pb.indices),
+        pointer(pb.weight),
+        pointer(pb.padding),
+    )
+    centres, sums, channels, blocks, has_weight = (
+        pointer(centres_array),
+        pointer(partial_array),
+        pb.channels,
+        pb.blocks,
+        pb.weight.size > 0,
+    )
     size, width, share = blocks * channels * LANES, blocks * LANES, pb.share if t == 0 else 0.0
     scratch = np.empty(2 * GROUP * width, pb.rows.dtype)
     p, scaled = pointer(scratch), pointer(scratch[GROUP * width :])
     count = partial_array.size // size
     for block in range(count * part // parts, count * (part + 1) // parts):
-        low, high = pb.indptr[v] + block * BLOCK, min(pb.indptr[v + 1], pb.indptr[v] + (block + 1) * BLOCK)
+        low, high = (
+            pb.indptr[v] + block * BLOCK,
+            min(pb.indptr[v + 1], pb.indptr[v] + (block + 1) * BLOCK),
+        )
         fill(sums, block * size, size, 0.0)
         add_messages(
             rows,
@@ -69,12 +99,40 @@ def _coefficients(
     out_array: Any,
     out_at: int,
 ) -> None:
-    """α and β of the messages low .. high at iteration t; adds to the weights' gradients, and Σ β·l[u] to the output, unless these arrays are empty."""
-    rows, ids, weight, padding = pointer(pb.rows), pointer(pb.indices), pointer(pb.weight), pointer(pb.padding)
-    grads, centres, coef, grad_w, out = pointer(grads_array), pointer(centres_array), pointer(coef_array), pointer(grad_w_array), pointer(out_array)
+    """α and β of the messages low .. high at iteration t; adds to the weights' gradients, and Σ
+    β·l[u] to the output, unless these arrays are empty.
+    """
+    rows, ids, weight, padding = (
+        pointer(pb.rows),
+        pointer(pb.indices),
+        pointer(pb.weight),
+        pointer(pb.padding),
+    )
+    grads, centres, coef, grad_w, out = (
+        pointer(grads_array),
+        pointer(centres_array),
+        pointer(coef_array),
+        pointer(grad_w_array),
+        pointer(out_array),
+    )
     channels, blocks, has_weight = pb.channels, pb.blocks, pb.weight.size > 0
     size, share = blocks * channels * LANES, pb.share if t == 0 else 0.0
-    assign(rows, ids, low, high, centres, t * size, coef, at, stride, share, pb.inv_tau, padding, channels, blocks)
+    assign(
+        rows,
+        ids,
+        low,
+        high,
+        centres,
+        t * size,
+        coef,
+        at,
+        stride,
+        share,
+        pb.inv_tau,
+        padding,
+        channels,
+        blocks,
+    )
     back_messages(
         rows,
         ids,
@@ -99,61 +157,150 @@ def _coefficients(
 
 
 @_compiled
-def _centre_grad_blocks(pb: Any, v: int, t: int, grads: Any, centres: Any, sums: Any, parts: int, part: int) -> None:
+def _centre_grad_blocks(
+    pb: Any, v: int, t: int, grads: Any, centres: Any, sums: Any, parts: int, part: int
+) -> None:
     """Σ β_t·l[u] over each block of a part; the weights get their gradient where the neighbours do."""
-    size, width, begin, end = pb.blocks * pb.channels * LANES, pb.blocks * LANES, pb.indptr[v], pb.indptr[v + 1]
+    size, width, begin, end = (
+        pb.blocks * pb.channels * LANES,
+        pb.blocks * LANES,
+        pb.indptr[v],
+        pb.indptr[v + 1],
+    )
     coef, nothing = np.empty(2 * BLOCK * width, pb.rows.dtype), np.empty(0, pb.rows.dtype)
     count = sums.size // size
     for block in range(count * part // parts, count * (part + 1) // parts):
         fill(pointer(sums), block * size, size, 0.0)
         low, high = begin + block * BLOCK, min(end, begin + (block + 1) * BLOCK)
-        _coefficients(pb, t, low, high, grads, centres, coef, 0, 2 * width, nothing, sums, block * size)
+        _coefficients(
+            pb, t, low, high, grads, centres, coef, 0, 2 * width, nothing, sums, block * size
+        )
 
 
 @_compiled
-def _all_coefficients(pb: Any, begin: int, end: int, skipped: int, grads: Any, centres: Any, coef: Any, grad_w: Any, parts: int, part: int) -> None:
+def _all_coefficients(
+    pb: Any,
+    begin: int,
+    end: int,
+    skipped: int,
+    grads: Any,
+    centres: Any,
+    coef: Any,
+    grad_w: Any,
+    parts: int,
+    part: int,
+) -> None:
     """Coefficients of a part of the messages begin .. end at every iteration from `skipped` on."""
     width = pb.blocks * LANES
     stride = 2 * (pb.iterations - skipped) * width
     low, high = begin + (end - begin) * part // parts, begin + (end - begin) * (part + 1) // parts
     nothing = np.empty(0, pb.rows.dtype)
     for t in range(skipped, pb.iterations):
-        _coefficients(pb, t, low, high, grads, centres, coef, (low - begin) * stride + 2 * (t - skipped) * width, stride, grad_w, nothing, 0)
+        _coefficients(
+            pb,
+            t,
+            low,
+            high,
+            grads,
+            centres,
+            coef,
+            (low - begin) * stride + 2 * (t - skipped) * width,
+            stride,
+            grad_w,
+            nothing,
+            0,
+        )
 
 
 @_compiled
 def _scatter(
-    pb: Any, begin: int, end: int, skipped: int, first: int, grads_array: Any, centres_array: Any, coef_array: Any, grad_l_array: Any, slices: int, part: int
+    pb: Any,
+    begin: int,
+    end: int,
+    skipped: int,
+    first: int,
+    grads_array: Any,
+    centres_array: Any,
+    coef_array: Any,
+    grad_l_array: Any,
+    slices: int,
+    part: int,
 ) -> None:
     """Add the messages begin .. end, one after another, to a slice of their neighbours' gradients."""
-    grads, centres, coef, grad_l = pointer(grads_array), pointer(centres_array), pointer(coef_array), pointer(grad_l_array)
+    grads, centres, coef, grad_l = (
+        pointer(grads_array),
+        pointer(centres_array),
+        pointer(coef_array),
+        pointer(grad_l_array),
+    )
     ids, channels, blocks, steps = pb.indices, pb.channels, pb.blocks, pb.iterations - skipped
     size, stride = blocks * channels * LANES, 2 * steps * blocks * LANES
     low, high = blocks * channels * part // slices, blocks * channels * (part + 1) // slices
     for e in range(begin, end):
-        add_neighbour_grad(grad_l, ids[e] * size, coef, (e - begin) * stride, grads, centres, skipped * size, low, high, steps, first, channels, blocks)
+        add_neighbour_grad(
+            grad_l,
+            ids[e] * size,
+            coef,
+            (e - begin) * stride,
+            grads,
+            centres,
+            skipped * size,
+            low,
+            high,
+            steps,
+            first,
+            channels,
+            blocks,
+        )
 
 
 @_compiled
 def _normalised(row: Any, out: Any, t: int, inverse: Any, channels: int, blocks: int) -> None:
-    normalise(pointer(row), 0, pointer(out), t * blocks * channels * LANES, pointer(inverse), t * blocks * LANES, channels, blocks)
+    normalise(
+        pointer(row),
+        0,
+        pointer(out),
+        t * blocks * channels * LANES,
+        pointer(inverse),
+        t * blocks * LANES,
+        channels,
+        blocks,
+    )
 
 
 @_compiled
-def _normalised_grad(row: Any, centres: Any, inverse: Any, t: int, grads: Any, channels: int, blocks: int) -> None:
+def _normalised_grad(
+    row: Any, centres: Any, inverse: Any, t: int, grads: Any, channels: int, blocks: int
+) -> None:
     size = blocks * channels * LANES
-    normalise_grad(pointer(row), 0, pointer(centres), t * size, pointer(inverse), t * blocks * LANES, pointer(grads), (t - 1) * size, channels, blocks)
+    normalise_grad(
+        pointer(row),
+        0,
+        pointer(centres),
+        t * size,
+        pointer(inverse),
+        t * blocks * LANES,
+        pointer(grads),
+        (t - 1) * size,
+        channels,
+        blocks,
+    )
 
 
 class _Hub:
-    """One hub's iterations: the centres q_t, their inverse lengths, and the sums of its blocks of messages."""
+    """One hub's iterations: the centres q_t, their inverse lengths, and the sums of its blocks of
+    messages.
+    """
 
     def __init__(self, pb: Any, v: int, parts: int) -> None:
         self.pb, self.v, self.parts = pb, v, parts
         self.size = pb.blocks * pb.channels * LANES
         dtype, count = pb.rows.dtype, -(-int(pb.indptr[v + 1] - pb.indptr[v]) // BLOCK)
         self.own = pb.rows[(pb.first + v) * self.size : (pb.first + v + 1) * self.size]
-        self.centres, self.inverse = np.zeros(pb.iterations * self.size, dtype), np.empty(pb.iterations * pb.blocks * LANES, dtype)
+        self.centres, self.inverse = (
+            np.zeros(pb.iterations * self.size, dtype),
+            np.empty(pb.iterations * pb.blocks * LANES, dtype),
+        )
         self.sums = np.empty(count * self.size, dtype)
 
     def _total(self) -> Any:
@@ -165,7 +312,9 @@ class _Hub:
         pb = self.pb
         self.centres[: self.size] = self.own
         for t in range(pb.iterations):
-            run_parts(partial(_sum_blocks, pb, self.v, t, self.centres, self.sums, self.parts), self.parts)
+            run_parts(
+                partial(_sum_blocks, pb, self.v, t, self.centres, self.sums, self.parts), self.parts
+            )
             row = self.own + self._total()
             if t + 1 < pb.iterations:
                 _normalised(row, self.centres, t + 1, self.inverse, pb.channels, pb.blocks)
@@ -177,9 +326,23 @@ class _Hub:
         for t in range(pb.iterations - 1, -1, -1):
             own_grad += grads[t * self.size : (t + 1) * self.size]
             if t > 0 or pb.share == 0:
-                run_parts(partial(_centre_grad_blocks, pb, self.v, t, grads, self.centres, self.sums, self.parts), self.parts)
+                run_parts(
+                    partial(
+                        _centre_grad_blocks,
+                        pb,
+                        self.v,
+                        t,
+                        grads,
+                        self.centres,
+                        self.sums,
+                        self.parts,
+                    ),
+                    self.parts,
+                )
                 if t > 0:
-                    _normalised_grad(self._total(), self.centres, self.inverse, t, grads, pb.channels, pb.blocks)
+                    _normalised_grad(
+                        self._total(), self.centres, self.inverse, t, grads, pb.channels, pb.blocks
+                    )
                 else:
                     own_grad += self._total()
 
@@ -189,7 +352,16 @@ def hub_forward(pb: Any, v: int, parts: int) -> Any:
     return _Hub(pb, v, parts).repeat()
 
 
-def hub_backward(pb: Any, v: int, grad: Any, through_all: bool, parts: int, at_once: int, grad_l: Any, grad_w: Any) -> None:
+def hub_backward(
+    pb: Any,
+    v: int,
+    grad: Any,
+    through_all: bool,
+    parts: int,
+    at_once: int,
+    grad_l: Any,
+    grad_w: Any,
+) -> None:
     """Add the hub's contributions to grad_l and grad_w, `at_once` messages at a time."""
     hub = _Hub(pb, v, parts)
     hub.repeat()
@@ -203,9 +375,21 @@ def hub_backward(pb: Any, v: int, grad: Any, through_all: bool, parts: int, at_o
         own_grad += grads[last * size :]
     skipped, first = 0 if through_all else last, 1 if pb.share > 0 or not through_all else 0
     begin, end = int(pb.indptr[v]), int(pb.indptr[v + 1])
-    coef = np.empty(2 * min(at_once, end - begin) * (pb.iterations - skipped) * pb.blocks * LANES, pb.rows.dtype)
+    coef = np.empty(
+        2 * min(at_once, end - begin) * (pb.iterations - skipped) * pb.blocks * LANES, pb.rows.dtype
+    )
     slices = min(parts, pb.blocks * pb.channels)
     for low in range(begin, end, at_once):
         high = min(low + at_once, end)
-        run_parts(partial(_all_coefficients, pb, low, high, skipped, grads, hub.centres, coef, grad_w, parts), parts)
-        run_parts(partial(_scatter, pb, low, high, skipped, first, grads, hub.centres, coef, grad_l, slices), slices)
+        run_parts(
+            partial(
+                _all_coefficients, pb, low, high, skipped, grads, hub.centres, coef, grad_w, parts
+            ),
+            parts,
+        )
+        run_parts(
+            partial(
+                _scatter, pb, low, high, skipped, first, grads, hub.centres, coef, grad_l, slices
+            ),
+            slices,
+        )

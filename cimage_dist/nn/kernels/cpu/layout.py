@@ -1,4 +1,6 @@
-"""The packed layout of the compiled routing loops, to and fro. See `nn/routing_loops.py` for what it is good for."""
+"""The packed layout of the compiled routing loops, to and fro. See `nn/routing_loops.py` for what
+it is good for.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ _compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
 
 @_compiled
-def turn(source_array: Any, source_row: int, target_array: Any, target_row: int, num_factors: int, channels: int, packs: bool) -> None:
+def turn(
+    source_array: Any,
+    source_row: int,
+    target_array: Any,
+    target_row: int,
+    num_factors: int,
+    channels: int,
+    packs: bool,
+) -> None:
     """One row from [K, C] to [K / LANES, C, LANES] (`packs`), or back."""
     source, target = pointer(source_array), pointer(target_array)
     blocks = -(-num_factors // LANES)
@@ -25,7 +35,9 @@ def turn(source_array: Any, source_row: int, target_array: Any, target_row: int,
     for block in range(num_factors // LANES):
         a, b = plain + block * LANES * channels, packed + block * channels * LANES
         for c in range(0, whole, LANES):
-            i, j, step = (a + c, b + c * LANES, channels) if packs else (b + c * LANES, a + c, LANES)
+            i, j, step = (
+                (a + c, b + c * LANES, channels) if packs else (b + c * LANES, a + c, LANES)
+            )
             n = LANES if packs else channels
             r = transpose(
                 (
@@ -49,7 +61,10 @@ def turn(source_array: Any, source_row: int, target_array: Any, target_row: int,
             store(target, j + 7 * n, r[7])
     for k in range(num_factors):
         for c in range(whole if k < num_factors // LANES * LANES else 0, channels):
-            i, j = plain + k * channels + c, packed + ((k // LANES) * channels + c) * LANES + k % LANES
+            i, j = (
+                plain + k * channels + c,
+                packed + ((k // LANES) * channels + c) * LANES + k % LANES,
+            )
             if packs:
                 target[j] = source[i]
             else:
@@ -58,7 +73,9 @@ def turn(source_array: Any, source_row: int, target_array: Any, target_row: int,
 
 @_compiled
 def _pack(x_NKC: Any, unit: bool, out: Any, inverse: Any, part: int, parts: int) -> None:
-    """A part of the rows to the packed layout; with `unit` each factor divided by max(‖x‖, ε), and by what it was multiplied."""
+    """A part of the rows to the packed layout; with `unit` each factor divided by max(‖x‖, ε), and
+    by what it was multiplied.
+    """
     num_rows, num_factors, channels = x_NKC.shape
     blocks = -(-num_factors // LANES)
     size, width = blocks * channels * LANES, blocks * LANES
@@ -72,8 +89,8 @@ def _pack(x_NKC: Any, unit: bool, out: Any, inverse: Any, part: int, parts: int)
 
 @_compiled
 def unpack_grad(grads: Any, rows: Any, inverse: Any, out_NKC: Any, part: int, parts: int) -> None:
-    """A part of the rows of the gradient of l, the sum of `grads` (packed, and overwritten), to that of x where l = x / max(‖x‖, ε); `inverse`
-    is empty where l = x.
+    """A part of the rows of the gradient of l, the sum of `grads` (packed, and overwritten), to
+    that of x where l = x / max(‖x‖, ε); `inverse` is empty where l = x.
     """
     num_rows, num_factors, channels = out_NKC.shape
     blocks = -(-num_factors // LANES)
@@ -83,7 +100,18 @@ def unpack_grad(grads: Any, rows: Any, inverse: Any, out_NKC: Any, part: int, pa
         for other in range(1, grads.shape[0]):
             add_row(grad, at, pointer(grads[other]), at, size)
         if inverse.size:
-            normalise_grad(grad, at, pointer(rows), at, pointer(inverse), row * width, grad, at, channels, blocks)
+            normalise_grad(
+                grad,
+                at,
+                pointer(rows),
+                at,
+                pointer(inverse),
+                row * width,
+                grad,
+                at,
+                channels,
+                blocks,
+            )
         turn(grads[0], row, out_NKC, row, num_factors, channels, False)
 
 
@@ -96,7 +124,10 @@ def pack(x_NKC: Tensor, unit: bool, parts: int) -> tuple[Any, Any]:
     """Packed rows, and the inverse length of every factor when they are made unit."""
     num_rows, num_factors, channels = x_NKC.shape
     width = -(-num_factors // LANES) * LANES
-    out, inverse = aligned(num_rows * width * channels, x_NKC), aligned(num_rows * width if unit else 0, x_NKC)
+    out, inverse = (
+        aligned(num_rows * width * channels, x_NKC),
+        aligned(num_rows * width if unit else 0, x_NKC),
+    )
     x = x_NKC.detach().contiguous().numpy()
     run_parts(lambda part: _pack(x, unit, out, inverse, part, parts), parts)
     return out, inverse

@@ -1,16 +1,20 @@
-"""The loops of neighbourhood routing for a few messages into one target, compiled (§4.4). Equations: see `nn/routing.py`.
+"""The loops of neighbourhood routing for a few messages into one target, compiled (§4.4).
+Equations: see `nn/routing.py`.
 
-All arrays come as pointers. Packed rows: K factors are padded to a multiple of LANES and laid out as [factors / LANES, channels, LANES], so that eight factors are
-worked on side by side, the softmax crosses lanes but twice, and a row is read front to back. `*_at` is an
-offset into one, `stride` the distance between the values of one message and of the next. C channels, B = padded factors / LANES blocks; a row has
-B·C·LANES numbers, the values of a message (one per factor) B·LANES.
+All arrays come as pointers. Packed rows: K factors are padded to a multiple of LANES and laid out
+as [factors / LANES, channels, LANES], so that eight factors are worked on side by side, the softmax
+crosses lanes but twice, and a row is read front to back. `*_at` is an offset into one, `stride` the
+distance between the values of one message and of the next. C channels, B = padded factors / LANES
+blocks; a row has B·C·LANES numbers, the values of a message (one per factor) B·LANES.
 
-Four messages are taken together where there are four: each number of the target's row is then read once for all of them, and their
-sums do not wait for one another.
+Four messages are taken together where there are four: each number of the target's row is then read
+once for all of them, and their sums do not wait for one another.
 
-One iteration of routing over the messages into a target, forwards and backwards, compiled. Layout: see `nn/routing_loops.py`.
+One iteration of routing over the messages into a target, forwards and backwards, compiled. Layout:
+see `nn/routing_loops.py`.
 
-`coef` holds 2·B·LANES numbers per message and iteration, α then β, at `at + (e - begin)·stride`; forwards p is left at the place of α.
+`coef` holds 2·B·LANES numbers per message and iteration, α then β, at `at + (e - begin)·stride`;
+forwards p is left at the place of α.
 """
 
 from __future__ import annotations
@@ -20,17 +24,49 @@ from typing import Any, cast
 import numba
 import numpy as np
 
-from cimage_dist.nn.kernels.cpu.simd import LANES, add, divide, exp, lane_max, lane_sum, larger, length, load, multiply, multiply_add, spread, store, zero_above
+from cimage_dist.nn.kernels.cpu.simd import (
+    LANES,
+    add,
+    divide,
+    exp,
+    lane_max,
+    lane_sum,
+    larger,
+    length,
+    load,
+    multiply,
+    multiply_add,
+    spread,
+    store,
+    zero_above,
+)
 
 EPS = 1e-12
-_SAFE_SHARPNESS = 20.0  # up to this 1/τ scores of unit vectors, less their bound 1/τ, keep exp in range without looking for the largest
+# up to this 1/τ scores of unit vectors, less their bound 1/τ, keep exp in range without looking for
+# the largest
+_SAFE_SHARPNESS = 20.0
 
-# No reference counting and no Python entry: these are called from compiled code only, with pointers.
-compiled: Any = cast(Any, numba.njit)(cache=True, error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# No reference counting and no Python entry: these are called from compiled code only, with
+# pointers.
+compiled: Any = cast(Any, numba.njit)(
+    cache=True, error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 
 @compiled
-def row_dots(rows: Any, ids: Any, begin: int, end: int, other: Any, other_at: int, out: Any, out_at: int, stride: int, channels: int, blocks: int) -> None:
+def row_dots(
+    rows: Any,
+    ids: Any,
+    begin: int,
+    end: int,
+    other: Any,
+    other_at: int,
+    out: Any,
+    out_at: int,
+    stride: int,
+    channels: int,
+    blocks: int,
+) -> None:
     """out[e, k] = <rows[ids[e], k], other[k]> for the messages begin <= e < end."""
     size, span = blocks * channels * LANES, channels * LANES
     zero = spread(out, 0)
@@ -44,14 +80,32 @@ def row_dots(rows: Any, ids: Any, begin: int, end: int, other: Any, other_at: in
             b0, b1, b2, b3 = zero, zero, zero, zero
             for c in range(0, span - LANES, 2 * LANES):
                 q, r = load(other, j + c), load(other, j + c + LANES)
-                a0, b0 = multiply_add(load(rows, i0 + c), q, a0), multiply_add(load(rows, i0 + c + LANES), r, b0)
-                a1, b1 = multiply_add(load(rows, i1 + c), q, a1), multiply_add(load(rows, i1 + c + LANES), r, b1)
-                a2, b2 = multiply_add(load(rows, i2 + c), q, a2), multiply_add(load(rows, i2 + c + LANES), r, b2)
-                a3, b3 = multiply_add(load(rows, i3 + c), q, a3), multiply_add(load(rows, i3 + c + LANES), r, b3)
+                a0, b0 = (
+                    multiply_add(load(rows, i0 + c), q, a0),
+                    multiply_add(load(rows, i0 + c + LANES), r, b0),
+                )
+                a1, b1 = (
+                    multiply_add(load(rows, i1 + c), q, a1),
+                    multiply_add(load(rows, i1 + c + LANES), r, b1),
+                )
+                a2, b2 = (
+                    multiply_add(load(rows, i2 + c), q, a2),
+                    multiply_add(load(rows, i2 + c + LANES), r, b2),
+                )
+                a3, b3 = (
+                    multiply_add(load(rows, i3 + c), q, a3),
+                    multiply_add(load(rows, i3 + c + LANES), r, b3),
+                )
             if channels & 1:
                 q = load(other, j + span - LANES)
-                a0, a1 = multiply_add(load(rows, i0 + span - LANES), q, a0), multiply_add(load(rows, i1 + span - LANES), q, a1)
-                a2, a3 = multiply_add(load(rows, i2 + span - LANES), q, a2), multiply_add(load(rows, i3 + span - LANES), q, a3)
+                a0, a1 = (
+                    multiply_add(load(rows, i0 + span - LANES), q, a0),
+                    multiply_add(load(rows, i1 + span - LANES), q, a1),
+                )
+                a2, a3 = (
+                    multiply_add(load(rows, i2 + span - LANES), q, a2),
+                    multiply_add(load(rows, i3 + span - LANES), q, a3),
+                )
             at = out_at - begin * stride + block * LANES
             store(out, at + e3 * stride, add(a3, b3))
             store(out, at + e2 * stride, add(a2, b2))
@@ -61,7 +115,19 @@ def row_dots(rows: Any, ids: Any, begin: int, end: int, other: Any, other_at: in
 
 
 @compiled
-def add_rows(out: Any, out_at: int, rows: Any, ids: Any, begin: int, end: int, scale: Any, scale_at: int, stride: int, channels: int, blocks: int) -> None:
+def add_rows(
+    out: Any,
+    out_at: int,
+    rows: Any,
+    ids: Any,
+    begin: int,
+    end: int,
+    scale: Any,
+    scale_at: int,
+    stride: int,
+    channels: int,
+    blocks: int,
+) -> None:
     """out[k] += Σ_e scale[e, k]·rows[ids[e], k] over the messages begin <= e < end, in their order."""
     size, span = blocks * channels * LANES, channels * LANES
     zero = spread(out, 0)
@@ -87,15 +153,21 @@ def add_rows(out: Any, out_at: int, rows: Any, ids: Any, begin: int, end: int, s
 
 
 @compiled
-def softmax_rows(p: Any, p_at: int, stride: int, count: int, inv_tau: float, padding: Any, blocks: int) -> None:
-    """p[e, :] = softmax over k of p[e, k] / τ, in place; `padding` is 0, or hugely negative in the lanes that hold no factor."""
+def softmax_rows(
+    p: Any, p_at: int, stride: int, count: int, inv_tau: float, padding: Any, blocks: int
+) -> None:
+    """p[e, :] = softmax over k of p[e, k] / τ, in place; `padding` is 0, or hugely negative in the
+    lanes that hold no factor.
+    """
     sharpness, zero, one = spread(p, inv_tau), spread(p, 0), spread(p, 1)
     for at in range(p_at, p_at + count * stride, stride):
         shift = spread(p, -inv_tau)
         if inv_tau > _SAFE_SHARPNESS:
             top = spread(p, -np.inf)
             for block in range(0, blocks * LANES, LANES):
-                top = larger(top, multiply_add(load(p, at + block), sharpness, load(padding, block)))
+                top = larger(
+                    top, multiply_add(load(p, at + block), sharpness, load(padding, block))
+                )
             shift = spread(p, -lane_max(top))
         total = zero
         for block in range(0, blocks * LANES, LANES):
@@ -117,7 +189,9 @@ def scale_values(p: Any, p_at: int, out: Any, out_at: int, factor: float, blocks
 
 @compiled
 def score_grad(coef: Any, at: int, weight: float, inv_tau: float, blocks: int) -> float:
-    """From p at the place of α and d = <g, rows[u]> at that of β, to α = w·p and β = w·p·(d - Σ p·d)/τ; returns Σ p·d."""
+    """From p at the place of α and d = <g, rows[u]> at that of β, to α = w·p and β = w·p·(d - Σ
+    p·d)/τ; returns Σ p·d.
+    """
     beta = at + blocks * LANES
     total = spread(coef, 0)
     for block in range(0, blocks * LANES, LANES):
@@ -127,7 +201,11 @@ def score_grad(coef: Any, at: int, weight: float, inv_tau: float, blocks: int) -
     for block in range(0, blocks * LANES, LANES):
         alpha = multiply(w, load(coef, at + block))
         store(coef, at + block, alpha)
-        store(coef, beta + block, multiply(multiply(alpha, sharpness), add(load(coef, beta + block), minus_mean)))
+        store(
+            coef,
+            beta + block,
+            multiply(multiply(alpha, sharpness), add(load(coef, beta + block), minus_mean)),
+        )
     return mean
 
 
@@ -151,7 +229,9 @@ def fill(out: Any, out_at: int, size: int, value: float) -> None:
 
 @compiled
 def _dot(a: Any, a_at: int, b: Any, b_at: int, channels: int) -> Any:
-    """Σ_c a[c]·b[c] of one block, lane by lane; four sums in flight, as one would wait for its own last addition."""
+    """Σ_c a[c]·b[c] of one block, lane by lane; four sums in flight, as one would wait for its own
+    last addition.
+    """
     s0 = s1 = s2 = s3 = spread(a, 0)
     whole = channels // 4 * 4 * LANES
     for c in range(0, whole, 4 * LANES):
@@ -165,21 +245,34 @@ def _dot(a: Any, a_at: int, b: Any, b_at: int, channels: int) -> Any:
 
 
 @compiled
-def normalise(row: Any, row_at: int, out: Any, out_at: int, inverse: Any, inverse_at: int, channels: int, blocks: int) -> None:
+def normalise(
+    row: Any,
+    row_at: int,
+    out: Any,
+    out_at: int,
+    inverse: Any,
+    inverse_at: int,
+    channels: int,
+    blocks: int,
+) -> None:
     """out[k] = row[k] / max(‖row[k]‖, ε), and the factor by which it was multiplied."""
     for block in range(blocks):
         begin = block * channels * LANES
         end = begin + channels * LANES
-        scale = divide(spread(row, 1), length(_dot(row, row_at + begin, row, row_at + begin, channels), EPS))
+        scale = divide(
+            spread(row, 1), length(_dot(row, row_at + begin, row, row_at + begin, channels), EPS)
+        )
         store(inverse, inverse_at + block * LANES, scale)
         for c in range(begin, end, LANES):
             store(out, out_at + c, multiply(scale, load(row, row_at + c)))
 
 
 @compiled
-def make_unit(row: Any, row_at: int, inverse: Any, inverse_at: int, channels: int, blocks: int) -> None:
-    """The same in place, by division: a factor of one channel becomes exactly 1 or -1, and sums of such cancel to exactly 0, as they
-    do in plain tensor operations.
+def make_unit(
+    row: Any, row_at: int, inverse: Any, inverse_at: int, channels: int, blocks: int
+) -> None:
+    """The same in place, by division: a factor of one channel becomes exactly 1 or -1, and sums of
+    such cancel to exactly 0, as they do in plain tensor operations.
     """
     for block in range(blocks):
         begin = row_at + block * channels * LANES
@@ -190,8 +283,21 @@ def make_unit(row: Any, row_at: int, inverse: Any, inverse_at: int, channels: in
 
 
 @compiled
-def normalise_grad(grad: Any, grad_at: int, unit: Any, unit_at: int, inverse: Any, inverse_at: int, out: Any, out_at: int, channels: int, blocks: int) -> None:
-    """out[k] = (g - u<u,g>) / ‖a‖ for u = a / ‖a‖; below ε the length was a constant, and the projection falls away."""
+def normalise_grad(
+    grad: Any,
+    grad_at: int,
+    unit: Any,
+    unit_at: int,
+    inverse: Any,
+    inverse_at: int,
+    out: Any,
+    out_at: int,
+    channels: int,
+    blocks: int,
+) -> None:
+    """out[k] = (g - u<u,g>) / ‖a‖ for u = a / ‖a‖; below ε the length was a constant, and the
+    projection falls away.
+    """
     ceiling = divide(spread(grad, 1), length(spread(grad, 0), EPS))
     for block in range(blocks):
         begin = block * channels * LANES
@@ -200,7 +306,13 @@ def normalise_grad(grad: Any, grad_at: int, unit: Any, unit_at: int, inverse: An
         scale = load(inverse, inverse_at + block * LANES)
         along = multiply(spread(grad, -1), zero_above(along, scale, ceiling))
         for c in range(begin, end, LANES):
-            store(out, out_at + c, multiply(scale, multiply_add(along, load(unit, unit_at + c), load(grad, grad_at + c))))
+            store(
+                out,
+                out_at + c,
+                multiply(
+                    scale, multiply_add(along, load(unit, unit_at + c), load(grad, grad_at + c))
+                ),
+            )
 
 
 @compiled
@@ -219,10 +331,12 @@ def add_neighbour_grad(
     channels: int,
     blocks: int,
 ) -> None:
-    """out[k] += Σ_t α_t[k]·g_t[k] + Σ_{t >= first} β_t[k]·q_t[k] for the part begin <= block·C + channel < end of one neighbour's row.
+    """out[k] += Σ_t α_t[k]·g_t[k] + Σ_{t >= first} β_t[k]·q_t[k] for the part begin <= block·C +
+    channel < end of one neighbour's row.
 
-    The coefficients of a message are [steps, 2, B·LANES]: α_t = w·p_t, by which the gradient g_t of the target's t-th sum reaches the neighbour, and
-    β_t, the gradient of the score, by which the centre q_t does.
+    The coefficients of a message are [steps, 2, B·LANES]: α_t = w·p_t, by which the gradient g_t of
+    the target's t-th sum reaches the neighbour, and β_t, the gradient of the score, by which the
+    centre q_t does.
     """
     size, width = blocks * channels * LANES, blocks * LANES
     for block in range(begin // channels, (end - 1) // channels + 1):
@@ -236,27 +350,51 @@ def add_neighbour_grad(
             for t in range(steps):
                 i = stack_at + t * size + at
                 alpha = load(coef, coef_at + 2 * t * width + block * LANES)
-                a0, a1 = multiply_add(alpha, load(grads, i), a0), multiply_add(alpha, load(grads, i + LANES), a1)
-                a2, a3 = multiply_add(alpha, load(grads, i + 2 * LANES), a2), multiply_add(alpha, load(grads, i + 3 * LANES), a3)
+                a0, a1 = (
+                    multiply_add(alpha, load(grads, i), a0),
+                    multiply_add(alpha, load(grads, i + LANES), a1),
+                )
+                a2, a3 = (
+                    multiply_add(alpha, load(grads, i + 2 * LANES), a2),
+                    multiply_add(alpha, load(grads, i + 3 * LANES), a3),
+                )
             for t in range(first, steps):
                 i = stack_at + t * size + at
                 beta = load(coef, coef_at + (2 * t + 1) * width + block * LANES)
-                a0, a1 = multiply_add(beta, load(centres, i), a0), multiply_add(beta, load(centres, i + LANES), a1)
-                a2, a3 = multiply_add(beta, load(centres, i + 2 * LANES), a2), multiply_add(beta, load(centres, i + 3 * LANES), a3)
+                a0, a1 = (
+                    multiply_add(beta, load(centres, i), a0),
+                    multiply_add(beta, load(centres, i + LANES), a1),
+                )
+                a2, a3 = (
+                    multiply_add(beta, load(centres, i + 2 * LANES), a2),
+                    multiply_add(beta, load(centres, i + 3 * LANES), a3),
+                )
             store(out, out_at + at, a0)
             store(out, out_at + at + LANES, a1)
             store(out, out_at + at + 2 * LANES, a2)
             store(out, out_at + at + 3 * LANES, a3)
-        for j in range((block * channels + whole) * LANES, (block * channels + high) * LANES, LANES):
+        for j in range(
+            (block * channels + whole) * LANES, (block * channels + high) * LANES, LANES
+        ):
             one = load(out, out_at + j)
             for t in range(steps):
-                one = multiply_add(load(coef, coef_at + 2 * t * width + block * LANES), load(grads, stack_at + t * size + j), one)
+                one = multiply_add(
+                    load(coef, coef_at + 2 * t * width + block * LANES),
+                    load(grads, stack_at + t * size + j),
+                    one,
+                )
             for t in range(first, steps):
-                one = multiply_add(load(coef, coef_at + (2 * t + 1) * width + block * LANES), load(centres, stack_at + t * size + j), one)
+                one = multiply_add(
+                    load(coef, coef_at + (2 * t + 1) * width + block * LANES),
+                    load(centres, stack_at + t * size + j),
+                    one,
+                )
             store(out, out_at + j, one)
 
 
-GROUP = 8  # messages at a time: their rows stay in the first-level cache between the two readings, their softmaxes overlap
+# messages at a time: their rows stay in the first-level cache between the two readings, their
+# softmaxes overlap
+GROUP = 8
 
 
 @compiled
@@ -308,14 +446,29 @@ def add_messages(
     channels: int,
     blocks: int,
 ) -> None:
-    """out += Σ_e w·p·rows[u] with p from `assign`. `keep` leaves each message's p in its place, otherwise GROUP places are used over and over;
-    `scaled` has room for GROUP messages.
+    """out += Σ_e w·p·rows[u] with p from `assign`. `keep` leaves each message's p in its place,
+    otherwise GROUP places are used over and over; `scaled` has room for GROUP messages.
     """
     width = blocks * LANES
     for low in range(begin, end, GROUP):
         high = min(low + GROUP, end)
         at = p_at + (low - begin) * stride if keep else p_at
-        assign(rows, ids, low, high, centre, centre_at, p, at, stride, share, inv_tau, padding, channels, blocks)
+        assign(
+            rows,
+            ids,
+            low,
+            high,
+            centre,
+            centre_at,
+            p,
+            at,
+            stride,
+            share,
+            inv_tau,
+            padding,
+            channels,
+            blocks,
+        )
         if has_weight:
             for e in range(high - low):
                 scale_values(p, at + e * stride, scaled, e * width, weight[low + e], blocks)
@@ -346,7 +499,9 @@ def back_messages(
     channels: int,
     blocks: int,
 ) -> None:
-    """Turn p into α and β for every message given g, the gradient of the sum; add to the weights' gradients if wanted; with `has_centre` out += Σ β·rows[u], the gradient of the centre."""
+    """Turn p into α and β for every message given g, the gradient of the sum; add to the weights'
+    gradients if wanted; with `has_centre` out += Σ β·rows[u], the gradient of the centre.
+    """
     width = blocks * LANES
     for low in range(begin, end, GROUP):
         high = min(low + GROUP, end)
@@ -358,4 +513,6 @@ def back_messages(
             if wants_grad_w:
                 grad_w[e] += slope
         if has_centre:
-            add_rows(out, out_at, rows, ids, low, high, coef, place + width, stride, channels, blocks)
+            add_rows(
+                out, out_at, rows, ids, low, high, coef, place + width, stride, channels, blocks
+            )

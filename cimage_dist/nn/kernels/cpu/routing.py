@@ -1,9 +1,12 @@
-"""Routing on the CPU, compiled: all iterations of a target run in cache, nothing of size messages x width is made (§4.4).
+"""Routing on the CPU, compiled: all iterations of a target run in cache, nothing of size messages x
+width is made (§4.4).
 
-Targets are independent, so they are shared out among threads. In the backward pass a target repeats its iterations, walks back through them, and
-adds to the gradients of its neighbours while everything is in cache; each thread has a gradient of its own to add to, and these are summed
-in order at the end. No two threads write the same number and every sum has one order, so the same number of threads gives the same bits.
-A target with very many messages is a hub: its messages are shared out among the threads in blocks, whose sums are added in order.
+Targets are independent, so they are shared out among threads. In the backward pass a target repeats
+its iterations, walks back through them, and adds to the gradients of its neighbours while
+everything is in cache; each thread has a gradient of its own to add to, and these are summed in
+order at the end. No two threads write the same number and every sum has one order, so the same
+number of threads gives the same bits. A target with very many messages is a hub: its messages are
+shared out among the threads in blocks, whose sums are added in order.
 """
 
 from __future__ import annotations
@@ -17,12 +20,24 @@ from torch import Tensor
 
 from cimage_dist.nn.kernels.cpu.hub import hub_backward, hub_forward
 from cimage_dist.nn.kernels.cpu.layout import aligned, pack, turn, unpack_grad
-from cimage_dist.nn.kernels.cpu.loops import GROUP, add_messages, add_neighbour_grad, add_row, back_messages, copy_row, fill, normalise, normalise_grad
+from cimage_dist.nn.kernels.cpu.loops import (
+    GROUP,
+    add_messages,
+    add_neighbour_grad,
+    add_row,
+    back_messages,
+    copy_row,
+    fill,
+    normalise,
+    normalise_grad,
+)
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 from cimage_dist.nn.kernels.cpu.threads import num_parts, run_parts
 
 HUB_MESSAGES = 4096  # a target with more is a hub
-GRADIENT_BYTES = 2 << 30  # of the threads' gradients together; with fewer than threads, fewer threads walk back
+GRADIENT_BYTES = (
+    2 << 30
+)  # of the threads' gradients together; with fewer than threads, fewer threads walk back
 _compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
 
@@ -41,12 +56,15 @@ class _Problem(NamedTuple):
     iterations: int
     inv_tau: float
     hub_messages: int
-    share: float  # of every factor in the first iteration; 0: it too is assigned, by the target's own row
+    # of every factor in the first iteration; 0: it too is assigned, by the target's own row
+    share: float
 
 
 @_compiled
 def _begin(indptr: Any, part: int, parts: int) -> int:
-    """The first target of a part, such that parts carry about the same load; a target costs about as much as four messages."""
+    """The first target of a part, such that parts carry about the same load; a target costs about
+    as much as four messages.
+    """
     num_targets = indptr.size - 1
     left, right = 0, num_targets
     bound = indptr[0] + (indptr[num_targets] - indptr[0] + 4 * num_targets) * part // parts
@@ -62,7 +80,12 @@ def _begin(indptr: Any, part: int, parts: int) -> int:
 @_compiled
 def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
     """The last sum of every target of a part that is no hub."""
-    rows, ids, weight, padding = pointer(pb.rows), pointer(pb.indices), pointer(pb.weight), pointer(pb.padding)
+    rows, ids, weight, padding = (
+        pointer(pb.rows),
+        pointer(pb.indices),
+        pointer(pb.weight),
+        pointer(pb.padding),
+    )
     indptr, channels, blocks, has_weight = pb.indptr, pb.channels, pb.blocks, pb.weight.size > 0
     size, width = blocks * channels * LANES, blocks * LANES
     row = np.empty(size, pb.rows.dtype)
@@ -81,7 +104,26 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
                 copy_row(out, 0, rows, own, size)
                 share = pb.share if t == 0 else 0.0
                 add_messages(
-                    rows, ids, weight, has_weight, begin, end, centre, 0, share, pb.inv_tau, padding, p, 0, width, False, scaled, out, 0, channels, blocks
+                    rows,
+                    ids,
+                    weight,
+                    has_weight,
+                    begin,
+                    end,
+                    centre,
+                    0,
+                    share,
+                    pb.inv_tau,
+                    padding,
+                    p,
+                    0,
+                    width,
+                    False,
+                    scaled,
+                    out,
+                    0,
+                    channels,
+                    blocks,
                 )
             turn(row, 0, out_TKC, v, out_TKC.shape[1], channels, False)
     keep(row)
@@ -89,11 +131,32 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
 
 
 @_compiled
-def _walk_back(pb: Any, through_all: bool, grad_array: Any, grad_l_array: Any, grad_w_array: Any, parts: int, part: int) -> None:
-    """What the targets of a part that are no hubs add to the gradients of rows and weights: each repeats its iterations, then walks back."""
-    rows, ids, weight, padding = pointer(pb.rows), pointer(pb.indices), pointer(pb.weight), pointer(pb.padding)
+def _walk_back(
+    pb: Any,
+    through_all: bool,
+    grad_array: Any,
+    grad_l_array: Any,
+    grad_w_array: Any,
+    parts: int,
+    part: int,
+) -> None:
+    """What the targets of a part that are no hubs add to the gradients of rows and weights: each
+    repeats its iterations, then walks back.
+    """
+    rows, ids, weight, padding = (
+        pointer(pb.rows),
+        pointer(pb.indices),
+        pointer(pb.weight),
+        pointer(pb.padding),
+    )
     grad, grad_l, grad_w = pointer(grad_array), pointer(grad_l_array), pointer(grad_w_array)
-    indptr, channels, blocks, iterations, has_weight = pb.indptr, pb.channels, pb.blocks, pb.iterations, pb.weight.size > 0
+    indptr, channels, blocks, iterations, has_weight = (
+        pb.indptr,
+        pb.channels,
+        pb.blocks,
+        pb.iterations,
+        pb.weight.size > 0,
+    )
     size, width = blocks * channels * LANES, blocks * LANES
     stride, last = 2 * iterations * width, iterations - 1
     skipped = 0 if through_all else last  # iterations that carry no gradient
@@ -107,8 +170,15 @@ def _walk_back(pb: Any, through_all: bool, grad_array: Any, grad_l_array: Any, g
             most = max(most, degree)
     scratch = np.empty((2 * iterations + 1) * size + (iterations + GROUP) * width, pb.rows.dtype)
     coef_array = np.empty(most * stride, pb.rows.dtype)
-    grads, centres, row = pointer(scratch), pointer(scratch[iterations * size :]), pointer(scratch[2 * iterations * size :])
-    inverse, scaled = pointer(scratch[(2 * iterations + 1) * size :]), pointer(scratch[(2 * iterations + 1) * size + iterations * width :])
+    grads, centres, row = (
+        pointer(scratch),
+        pointer(scratch[iterations * size :]),
+        pointer(scratch[2 * iterations * size :]),
+    )
+    inverse, scaled = (
+        pointer(scratch[(2 * iterations + 1) * size :]),
+        pointer(scratch[(2 * iterations + 1) * size + iterations * width :]),
+    )
     coef = pointer(coef_array)
     for v in range(low, high):
         begin, end, own = indptr[v], indptr[v + 1], (pb.first + v) * size
@@ -135,25 +205,60 @@ def _walk_back(pb: Any, through_all: bool, grad_array: Any, grad_l_array: Any, g
                 coef, 2 * t * width, stride, grad_w, has_weight, has_centre, row, 0, channels, blocks,
             )  # fmt: skip
             if has_centre and t > 0:
-                normalise_grad(row, 0, centres, t * size, inverse, t * width, grads, (t - 1) * size, channels, blocks)
+                normalise_grad(
+                    row,
+                    0,
+                    centres,
+                    t * size,
+                    inverse,
+                    t * width,
+                    grads,
+                    (t - 1) * size,
+                    channels,
+                    blocks,
+                )
             elif has_centre:
                 add_row(grad_l, own, row, 0, size)
         for e in range(begin, end):
             at = (e - begin) * stride + 2 * skipped * width
             add_neighbour_grad(
-                grad_l, ids[e] * size, coef, at, grads, centres, skipped * size, 0, blocks * channels, iterations - skipped, first, channels, blocks
+                grad_l,
+                ids[e] * size,
+                coef,
+                at,
+                grads,
+                centres,
+                skipped * size,
+                0,
+                blocks * channels,
+                iterations - skipped,
+                first,
+                channels,
+                blocks,
             )
     keep(scratch)
     keep(coef_array)
 
 
 def _problem(
-    rows: Any, shape: torch.Size, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, iterations: int, temperature: float, self_init: bool
+    rows: Any,
+    shape: torch.Size,
+    first: int,
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor | None,
+    iterations: int,
+    temperature: float,
+    self_init: bool,
 ) -> _Problem:
     blocks = -(-shape[1] // LANES)
     padding = np.zeros(blocks * LANES, rows.dtype)
     padding[shape[1] :] = np.finfo(rows.dtype).min / 4
-    factors = np.empty(0, rows.dtype) if weight is None else weight.detach().contiguous().numpy().astype(rows.dtype, copy=False)
+    factors = (
+        np.empty(0, rows.dtype)
+        if weight is None
+        else weight.detach().contiguous().numpy().astype(rows.dtype, copy=False)
+    )
     ids = indices.to(torch.int64).contiguous().numpy()
     return _Problem(
         rows,
@@ -173,12 +278,24 @@ def _problem(
 
 
 def forward(
-    x_NKC: Tensor, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, iterations: int, temperature: float, self_init: bool, unit: bool = True
+    x_NKC: Tensor,
+    first: int,
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor | None,
+    iterations: int,
+    temperature: float,
+    self_init: bool,
+    unit: bool = True,
 ) -> Tensor:
-    """The routed sums [T, K, C]; `unit` normalises the rows of x first, otherwise they are taken to be normalised."""
+    """The routed sums [T, K, C]; `unit` normalises the rows of x first, otherwise they are taken to
+    be normalised.
+    """
     parts = num_parts()
     rows, _ = pack(x_NKC, unit, parts)
-    pb = _problem(rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init)
+    pb = _problem(
+        rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init
+    )
     q_TKC = x_NKC.new_empty((indptr.numel() - 1, *x_NKC.shape[1:]))
     out = q_TKC.numpy()
     run_parts(lambda part: _forward(pb, out, part, parts), parts)
@@ -203,13 +320,17 @@ def backward(
     """Gradients of x [N, K, C] and of the weights [E]; nothing is kept from the forward pass."""
     threads = num_parts()
     rows, inverse = pack(x_NKC, unit, threads)
-    pb = _problem(rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init)
+    pb = _problem(
+        rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init
+    )
     grad, _ = pack(grad_TKC, False, threads)
     grad_w = np.zeros_like(pb.weight)
     # As many gradients to add to as there are threads, unless they would take too much room.
     parts = max(1, min(threads, GRADIENT_BYTES // max(rows.nbytes, 1)))
     grad_l = aligned(parts * rows.size, x_NKC).reshape(parts, rows.size)
-    run_parts(lambda part: _walk_back(pb, through_all, grad, grad_l[part], grad_w, parts, part), parts)
+    run_parts(
+        lambda part: _walk_back(pb, through_all, grad, grad_l[part], grad_w, parts, part), parts
+    )
     for hub in np.flatnonzero(np.diff(pb.indptr) > HUB_MESSAGES):
         hub_backward(pb, int(hub), grad, through_all, threads, HUB_MESSAGES, grad_l[0], grad_w)
     grad_x = torch.empty_like(x_NKC, memory_format=torch.contiguous_format)

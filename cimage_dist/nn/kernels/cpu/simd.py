@@ -1,8 +1,10 @@
-"""Explicit vectors for compiled loops: eight numbers side by side as one value, which the compiler keeps in registers.
+"""Explicit vectors for compiled loops: eight numbers side by side as one value, which the compiler
+keeps in registers.
 
-Left to itself the compiler vectorises the short inner loops of routing badly: their lengths (factors, channels) are known only at
-run time. A vector is a value of numba's own kind here, with loads, stores, multiply-add and exp; lanes never mix except in the sums
-and maxima over lanes, so results do not depend on the width of the machine's registers.
+Left to itself the compiler vectorises the short inner loops of routing badly: their lengths
+(factors, channels) are known only at run time. A vector is a value of numba's own kind here, with
+loads, stores, multiply-add and exp; lanes never mix except in the sums and maxima over lanes, so
+results do not depend on the width of the machine's registers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from numba.core import cgutils
 
 LANES = 8
 
-intrinsic: Any = extending.intrinsic  # its values exist in compiled code only, where Python's types say nothing
+intrinsic: Any = (
+    extending.intrinsic
+)  # its values exist in compiled code only, where Python's types say nothing
 
 _I32 = ir.IntType(32)
 
@@ -42,15 +46,23 @@ def _suffix(vector: Any) -> str:
     return f"v{LANES}{'f32' if vector.dtype is types.float32 else 'f64'}"
 
 
-def _call(builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()) -> Any:
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [arg.type for arg in args]), name)
+def _call(
+    builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()
+) -> Any:
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [arg.type for arg in args]), name
+    )
     return builder.call(function, args, fastmath=flags)
 
 
 def _spread(builder: Any, scalar: Any) -> Any:
     vector = ir.VectorType(scalar.type, LANES)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+    return builder.shuffle_vector(
+        first,
+        ir.Constant(vector, ir.Undefined),
+        ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES),
+    )
 
 
 def _constant(vector: Any, value: float) -> Any:
@@ -59,12 +71,15 @@ def _constant(vector: Any, value: float) -> Any:
 
 def _address(builder: Any, pointer_type: Any, pointer: Any, index: Any) -> tuple[Any, int]:
     vector = ir.VectorType(_element(pointer_type), LANES)
-    return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), 4 if pointer_type.dtype is types.float32 else 8
+    return builder.bitcast(
+        builder.gep(pointer, [index]), vector.as_pointer()
+    ), 4 if pointer_type.dtype is types.float32 else 8
 
 
 @intrinsic
 def pointer(typingctx: Any, array: Any) -> Any:
-    """Where the data of a contiguous array begins; the array must be kept alive, one made in compiled code by `keep`.
+    """Where the data of a contiguous array begins; the array must be kept alive, one made in
+    compiled code by `keep`.
 
     Handed down in place of arrays, which cost a call some forty words and counted references.
     """
@@ -77,7 +92,9 @@ def pointer(typingctx: Any, array: Any) -> Any:
 
 @intrinsic
 def keep(typingctx: Any, array: Any) -> Any:
-    """The array lives until here. The compiler frees one after its last use, which a pointer into it is not."""
+    """The array lives until here. The compiler frees one after its last use, which a pointer into
+    it is not.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.get_dummy_value()
@@ -113,7 +130,9 @@ def spread(typingctx: Any, like: Any, scalar: Any) -> Any:
     """The scalar in every lane, in the type that `like` points to."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _spread(builder, context.cast(builder, args[1], signature.args[1], signature.args[0].dtype))
+        return _spread(
+            builder, context.cast(builder, args[1], signature.args[1], signature.args[0].dtype)
+        )
 
     return VectorType(like.dtype)(like, scalar), codegen
 
@@ -123,7 +142,9 @@ def multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a·b + c, fused where the machine can."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, f"llvm.fmuladd.{_suffix(signature.return_type)}", args[0].type, list(args))
+        return _call(
+            builder, f"llvm.fmuladd.{_suffix(signature.return_type)}", args[0].type, list(args)
+        )
 
     return a(a, b, c), codegen
 
@@ -171,7 +192,11 @@ def zero_above(typingctx: Any, a: Any, test: Any, ceiling: Any) -> Any:
     """a where test < ceiling, else 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered("<", args[1], args[2]), args[0], _constant(signature.return_type, 0.0))
+        return builder.select(
+            builder.fcmp_ordered("<", args[1], args[2]),
+            args[0],
+            _constant(signature.return_type, 0.0),
+        )
 
     return a(a, test, ceiling), codegen
 
@@ -182,7 +207,13 @@ def lane_sum(typingctx: Any, a: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = _element(signature.args[0])
-        return _call(builder, f"llvm.vector.reduce.fadd.{_suffix(signature.args[0])}", element, [ir.Constant(element, 0.0), args[0]], ("reassoc",))
+        return _call(
+            builder,
+            f"llvm.vector.reduce.fadd.{_suffix(signature.args[0])}",
+            element,
+            [ir.Constant(element, 0.0), args[0]],
+            ("reassoc",),
+        )
 
     return a.dtype(a), codegen
 
@@ -192,7 +223,12 @@ def lane_max(typingctx: Any, a: Any) -> Any:
     """The largest lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, f"llvm.vector.reduce.fmax.{_suffix(signature.args[0])}", _element(signature.args[0]), [args[0]])
+        return _call(
+            builder,
+            f"llvm.vector.reduce.fmax.{_suffix(signature.args[0])}",
+            _element(signature.args[0]),
+            [args[0]],
+        )
 
     return a.dtype(a), codegen
 
@@ -219,15 +255,25 @@ def transpose(typingctx: Any, rows: Any) -> Any:
     return rows(rows), codegen
 
 
-# exp on [-ln 2 / 2, ln 2 / 2] as 1 + r + r²·P(r): Cephes' coefficients for single precision, highest power first.
-_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+# exp on [-ln 2 / 2, ln 2 / 2] as 1 + r + r²·P(r): Cephes' coefficients for single precision,
+# highest power first.
+_EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _ROUND = 12582912.0  # 1.5·2^23: adding it leaves the nearest integer in the low bits of a single
 
 
 @intrinsic
 def exp(typingctx: Any, a: Any) -> Any:
-    """e^a. Single precision: to about 1e-7, arguments in [-87, 0] as a softmax has them (smaller ones give e^-87); double: the library's."""
+    """e^a. Single precision: to about 1e-7, arguments in [-87, 0] as a softmax has them (smaller
+    ones give e^-87); double: the library's.
+    """
 
     def single(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = signature.return_type
@@ -246,7 +292,9 @@ def exp(typingctx: Any, a: Any) -> Any:
             poly = fma(poly, r, _constant(vector, coefficient))
         poly = builder.fadd(fma(poly, builder.fmul(r, r), r), _constant(vector, 1.0))
         exponent = builder.shl(builder.bitcast(shifted, bits), ir.Constant(bits, [23] * LANES))
-        power = builder.bitcast(builder.add(exponent, ir.Constant(bits, [0x3F800000] * LANES)), kind)
+        power = builder.bitcast(
+            builder.add(exponent, ir.Constant(bits, [0x3F800000] * LANES)), kind
+        )
         return builder.fmul(poly, power)
 
     def double(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -257,10 +305,11 @@ def exp(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def keep_mask(typingctx: Any, like: Any, first: Any, low: Any, high: Any, threshold: Any) -> Any:
-    """1 in the lanes where hash(key, first + lane) >= threshold, else 0, in the type `like` points to.
+    """1 in the lanes where hash(key, first + lane) >= threshold, else 0, in the type `like` points
+    to.
 
-    The hash is murmur3's 32-bit finaliser applied twice, the two halves of the key mixed in before each; the upper half of the
-    position (uint64) goes with the second.
+    The hash is murmur3's 32-bit finaliser applied twice, the two halves of the key mixed in before
+    each; the upper half of the position (uint64) goes with the second.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -272,7 +321,9 @@ def keep_mask(typingctx: Any, like: Any, first: Any, low: Any, high: Any, thresh
         def mix(h: Any, shift: int, factor: int) -> Any:
             return builder.mul(builder.xor(h, builder.lshr(h, spread(shift))), spread(factor))
 
-        position = builder.add(_spread(builder, builder.trunc(args[1], _I32)), ir.Constant(bits, list(range(LANES))))
+        position = builder.add(
+            _spread(builder, builder.trunc(args[1], _I32)), ir.Constant(bits, list(range(LANES)))
+        )
         upper = builder.trunc(builder.lshr(args[1], ir.Constant(args[1].type, 32)), _I32)
         h = builder.xor(builder.mul(position, spread(0x9E3779B1)), _spread(builder, args[2]))
         h = mix(mix(h, 16, 0x85EBCA6B), 13, 0xC2B2AE35)
@@ -282,4 +333,6 @@ def keep_mask(typingctx: Any, like: Any, first: Any, low: Any, high: Any, thresh
         kept = builder.icmp_unsigned(">=", h, _spread(builder, args[4]))
         return builder.select(kept, _constant(vector, 1.0), _constant(vector, 0.0))
 
-    return VectorType(like.dtype)(like, types.uint64, types.uint32, types.uint32, types.uint32), codegen
+    return VectorType(like.dtype)(
+        like, types.uint64, types.uint32, types.uint32, types.uint32
+    ), codegen

@@ -1,8 +1,9 @@
 """Share compiled work out among threads: as many as torch uses, waiting without burning a core.
 
-The compiled loops release the interpreter, so plain threads run them side by side. An OpenMP team would be a little quicker to start,
-but its threads wait for each other spinning, which on a shared machine costs many times the work itself, and starting numba's own
-team changes the number of threads torch works with.
+The compiled loops release the interpreter, so plain threads run them side by side. An OpenMP team
+would be a little quicker to start, but its threads wait for each other spinning, which on a shared
+machine costs many times the work itself, and starting numba's own team changes the number of
+threads torch works with.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Neighbourhood routing on the GPU: all rounds of a target in one program, no atomics, nothing kept from forward to backward.
+"""Neighbourhood routing on the GPU: all rounds of a target in one program, no atomics, nothing kept
+from forward to backward.
 
-A hub is split over several programs per round, so that it does not hold up the batch. Gradients go in chunks of targets with bounded
-scratch: the rounds are computed again, the gradient through each message of the chunk is written down, and one program per source (or
-per run of a long list) adds them up in the order of the messages.
+A hub is split over several programs per round, so that it does not hold up the batch. Gradients go
+in chunks of targets with bounded scratch: the rounds are computed again, the gradient through each
+message of the chunk is written down, and one program per source (or per run of a long list) adds
+them up in the order of the messages.
 
-Shapes: N nodes, T targets, E messages, K factors, C channels per factor, S slots (rounds kept for the gradient), H hubs, P parts of a hub.
+Shapes: N nodes, T targets, E messages, K factors, C channels per factor, S slots (rounds kept for
+the gradient), H hubs, P parts of a hub.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ _HUB_DEGREE = 1024  # a target of more messages is a hub
 _HUB_PARTS = 64  # programs per hub and round
 _RUN = 256  # messages of one source that one program adds up
 _SCRATCH_CELLS = 2**26  # numbers of scratch per chunk; a single target that needs more gets it
-# Of the tile of messages that a program holds in registers: at most 64 numbers per thread, 16 of one message; more would spill.
+# Of the tile of messages that a program holds in registers: at most 64 numbers per thread, 16 of
+# one message; more would spill.
 _TILE_MESSAGES = 16
 _TILE_CELLS = 8192  # messages x padded factors x padded channels
 _WARP_TILE_CELLS = 2048
@@ -33,8 +37,14 @@ _WARP_MESSAGE_CELLS = 512
 
 def is_available() -> bool:
     """Triton can be imported and has something to run on: a CUDA device or its interpreter."""
-    is_recent = torch.__version__ >= "2.8"  # each torch brings its own triton; before 3.4 it does not take `Form` as a constant
-    return is_recent and find_spec("triton") is not None and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
+    is_recent = (
+        torch.__version__ >= "2.8"
+    )  # each torch brings its own triton; before 3.4 it does not take `Form` as a constant
+    return (
+        is_recent
+        and find_spec("triton") is not None
+        and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
+    )
 
 
 def forward(
@@ -47,13 +57,16 @@ def forward(
     temperature: float,
     self_init: bool,
 ) -> Tensor:
-    """The routing (§4.4) of the targets first .. first + T of the unit rows l; [T, K, C], not normalised after the last round:
+    """The routing (§4.4) of the targets first .. first + T of the unit rows l; [T, K, C], not
+    normalised after the last round:
 
     a = l[v] + Σ_u w·p·l[u];  q = a / ‖a‖;  p = softmax_k(<l[u], q> / τ)
     """
     case = _prepare(l_NKC, first, indptr, indices, weight, iterations, temperature, self_init)
     out_TKC = torch.empty_like(case.own_TKC)
-    case.launch("route_targets", (len(out_TKC),), out_TKC, *case.tensors, iterations, _HUB_DEGREE, self_init)
+    case.launch(
+        "route_targets", (len(out_TKC),), out_TKC, *case.tensors, iterations, _HUB_DEGREE, self_init
+    )
     for hubs in case.hubs().split(max(1, _SCRATCH_CELLS // (_HUB_PARTS * case.width))):
         if len(hubs):
             out_TKC[hubs] = _settle_hubs(case, hubs, iterations)[0].to(out_TKC.dtype)
@@ -72,16 +85,24 @@ def backward(
     self_init: bool,
     through_all: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of l [N, K, C] and of the weights [E] from that of `forward`'s result (§4.4); through the last p only unless `through_all`."""
+    """Gradients of l [N, K, C] and of the weights [E] from that of `forward`'s result (§4.4);
+    through the last p only unless `through_all`.
+    """
     case = _prepare(l_NKC, first, indptr, indices, weight, iterations, temperature, self_init)
     grad_TKC, slots = grad_TKC.contiguous(), iterations if through_all else 1
     grad_NKC = torch.zeros_like(case.l_NKC, dtype=case.acc)
     grad_weight = None if case.weight is None else torch.zeros_like(case.weight)
     hubs = case.hubs()
     for targets, messages, some in _chunks(case, hubs, slots):
-        chunk = replace(case, own_TKC=case.own_TKC[targets], indptr=case.indptr[targets.start : targets.stop + 1])
+        chunk = replace(
+            case,
+            own_TKC=case.own_TKC[targets],
+            indptr=case.indptr[targets.start : targets.stop + 1],
+        )
         grad_EKC = grad_NKC.new_empty((messages.stop - messages.start, *l_NKC.shape[1:]))
-        grads = _Grads(grad_NKC[first + targets.start : first + targets.stop], grad_EKC, grad_weight)
+        grads = _Grads(
+            grad_NKC[first + targets.start : first + targets.stop], grad_EKC, grad_weight
+        )
         _target_grads(chunk, grad_TKC[targets], grads, slots, through_all)
         if some.stop > some.start:
             _hub_grads(chunk, hubs[some] - targets.start, grad_TKC[targets], grads, through_all)
@@ -91,7 +112,9 @@ def backward(
 
 @dataclass(frozen=True)
 class _Case:
-    """One call, or one chunk of its targets: own = l[v] of the targets; `form` is what the kernels are compiled for."""
+    """One call, or one chunk of its targets: own = l[v] of the targets; `form` is what the kernels
+    are compiled for.
+    """
 
     l_NKC: Tensor
     own_TKC: Tensor
@@ -118,7 +141,9 @@ class _Case:
     def hubs(self) -> Tensor:
         return (self.indptr.diff() > _HUB_DEGREE).nonzero().squeeze(1)
 
-    def launch(self, kernel: str, grid: tuple[int, ...], *args: Any, tile: int | None = None) -> None:
+    def launch(
+        self, kernel: str, grid: tuple[int, ...], *args: Any, tile: int | None = None
+    ) -> None:
         form = self.form if tile is None else replace(self.form, tile=tile)
         cells = form.BK * form.BC
         warps = min(max(form.tile * cells // _WARP_TILE_CELLS, cells // _WARP_MESSAGE_CELLS, 1), 8)
@@ -128,7 +153,9 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Grads:
-    """Where the gradients of a chunk go: its targets' own rows, its messages, the weights of all messages."""
+    """Where the gradients of a chunk go: its targets' own rows, its messages, the weights of all
+    messages.
+    """
 
     own_TKC: Tensor
     message_EKC: Tensor
@@ -136,10 +163,21 @@ class _Grads:
 
 
 def _kernels() -> Any:
-    return import_module("cimage_dist.nn.kernels.triton.programs")  # not at the top: it imports triton
+    return import_module(
+        "cimage_dist.nn.kernels.triton.programs"
+    )  # not at the top: it imports triton
 
 
-def _prepare(l_NKC: Tensor, first: int, indptr: Tensor, indices: Tensor, weight: Tensor | None, rounds: int, temperature: float, self_init: bool) -> _Case:
+def _prepare(
+    l_NKC: Tensor,
+    first: int,
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor | None,
+    rounds: int,
+    temperature: float,
+    self_init: bool,
+) -> _Case:
     kernels, (num_factors, channels) = _kernels(), l_NKC.shape[1:]
     pad_K, pad_C = (1 << (size - 1).bit_length() for size in (num_factors, channels))
     tile = min(max(_TILE_CELLS // (pad_K * pad_C), 1), _TILE_MESSAGES)
@@ -147,30 +185,69 @@ def _prepare(l_NKC: Tensor, first: int, indptr: Tensor, indices: Tensor, weight:
     form = kernels.Form(num_factors, channels, pad_K, pad_C, tile, 1.0 / temperature, acc)
     l_NKC, own = l_NKC.contiguous(), slice(first, first + indptr.numel() - 1)
     weight = None if weight is None else weight.contiguous()
-    return _Case(l_NKC, l_NKC[own], indptr.contiguous(), indices.contiguous(), weight, rounds, self_init, form)
+    return _Case(
+        l_NKC,
+        l_NKC[own],
+        indptr.contiguous(),
+        indices.contiguous(),
+        weight,
+        rounds,
+        self_init,
+        form,
+    )
 
 
 def _chunks(case: _Case, hubs: Tensor, slots: int) -> list[tuple[slice, slice, slice]]:
-    """Targets, their messages and their hubs, in chunks of about _SCRATCH_CELLS numbers of scratch; waits for the device once."""
+    """Targets, their messages and their hubs, in chunks of about _SCRATCH_CELLS numbers of scratch;
+    waits for the device once.
+    """
     num_targets, message_cells, target_cells = len(case.own_TKC), case.width, 2 * slots * case.width
-    num_marks = 1 + (case.indices.numel() * message_cells + num_targets * target_cells) // _SCRATCH_CELLS
-    place, marks = (torch.arange(size, device=case.indptr.device) for size in (num_targets + 1, num_marks))
+    num_marks = (
+        1 + (case.indices.numel() * message_cells + num_targets * target_cells) // _SCRATCH_CELLS
+    )
+    place, marks = (
+        torch.arange(size, device=case.indptr.device) for size in (num_targets + 1, num_marks)
+    )
     cells = (case.indptr - case.indptr[0]) * message_cells + place * target_cells
-    cuts = torch.cat([torch.searchsorted(cells, marks * _SCRATCH_CELLS).clamp_max(num_targets), place[-1:]])
+    cuts = torch.cat(
+        [torch.searchsorted(cells, marks * _SCRATCH_CELLS).clamp_max(num_targets), place[-1:]]
+    )
     table = torch.stack([cuts, case.indptr[cuts], torch.searchsorted(hubs, cuts)], 1).tolist()
-    return [(slice(v, v_end), slice(e, e_end), slice(h, h_end)) for (v, e, h), (v_end, e_end, h_end) in pairwise(table) if v_end > v]
+    return [
+        (slice(v, v_end), slice(e, e_end), slice(h, h_end))
+        for (v, e, h), (v_end, e_end, h_end) in pairwise(table)
+        if v_end > v
+    ]
 
 
 def _pull_hubs(case: _Case, hubs: Tensor, q_HKC: Tensor, g_HKC: Tensor | None = None) -> Tensor:
-    """Σ w·p·l[u] of each hub, or with g the gradient dq of its centre; [H, K, C]. The parts are added in their order."""
+    """Σ w·p·l[u] of each hub, or with g the gradient dq of its centre; [H, K, C]. The parts are
+    added in their order.
+    """
     part_HPKC = q_HKC.new_empty((len(hubs), _HUB_PARTS, *q_HKC.shape[1:]))
     l_NKC, _, indptr, indices, weight = case.tensors
-    case.launch("pull_hubs", (len(hubs), _HUB_PARTS), part_HPKC, q_HKC, g_HKC, l_NKC, indptr, indices, weight, hubs, _HUB_PARTS)
+    case.launch(
+        "pull_hubs",
+        (len(hubs), _HUB_PARTS),
+        part_HPKC,
+        q_HKC,
+        g_HKC,
+        l_NKC,
+        indptr,
+        indices,
+        weight,
+        hubs,
+        _HUB_PARTS,
+    )
     return part_HPKC.sum(1)
 
 
-def _settle_hubs(case: _Case, hubs: Tensor, rounds: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The result a of `rounds` rounds; q before each and after the last; ‖a‖ of each. [H, K, C], the norms [H, K, 1]."""
+def _settle_hubs(
+    case: _Case, hubs: Tensor, rounds: int
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The result a of `rounds` rounds; q before each and after the last; ‖a‖ of each. [H, K, C],
+    the norms [H, K, 1].
+    """
     own_HKC = case.own_TKC[hubs].to(case.acc)
     a_HKC, centres, norms = own_HKC, [own_HKC if case.self_init else torch.zeros_like(own_HKC)], []
     for _ in range(rounds):
@@ -180,17 +257,36 @@ def _settle_hubs(case: _Case, hubs: Tensor, rounds: int) -> tuple[Tensor, list[T
     return a_HKC, centres, norms
 
 
-def _target_grads(case: _Case, grad_TKC: Tensor, grads: _Grads, slots: int, through_all: bool) -> None:
-    """Gradients of the targets' own rows (added) and through their messages (written), of all but the hubs."""
-    q_TSKC, g_TSKC = (grads.own_TKC.new_empty((len(grad_TKC), slots, *grad_TKC.shape[1:])) for _ in range(2))
+def _target_grads(
+    case: _Case, grad_TKC: Tensor, grads: _Grads, slots: int, through_all: bool
+) -> None:
+    """Gradients of the targets' own rows (added) and through their messages (written), of all but
+    the hubs.
+    """
+    q_TSKC, g_TSKC = (
+        grads.own_TKC.new_empty((len(grad_TKC), slots, *grad_TKC.shape[1:])) for _ in range(2)
+    )
     norm_TSK = grads.own_TKC.new_empty(q_TSKC.shape[:3])
     places = grads.own_TKC, grads.message_EKC, grads.weight, q_TSKC, g_TSKC, norm_TSK
     counts = case.rounds, slots, _HUB_DEGREE
-    case.launch("route_targets_grad", (len(grad_TKC),), *places, grad_TKC, *case.tensors, *counts, case.self_init, through_all)
+    case.launch(
+        "route_targets_grad",
+        (len(grad_TKC),),
+        *places,
+        grad_TKC,
+        *case.tensors,
+        *counts,
+        case.self_init,
+        through_all,
+    )
 
 
-def _hub_grads(case: _Case, hubs: Tensor, grad_TKC: Tensor, grads: _Grads, through_all: bool) -> None:
-    """As `route_targets_grad`, for hubs: g of every round from the last, then the gradients of the messages."""
+def _hub_grads(
+    case: _Case, hubs: Tensor, grad_TKC: Tensor, grads: _Grads, through_all: bool
+) -> None:
+    """As `route_targets_grad`, for hubs: g of every round from the last, then the gradients of the
+    messages.
+    """
     _, centres, norms = _settle_hubs(case, hubs, case.rounds - 1)
     g_HKC = grad_TKC[hubs].to(case.acc)
     stack = [g_HKC]
@@ -198,7 +294,9 @@ def _hub_grads(case: _Case, hubs: Tensor, grad_TKC: Tensor, grads: _Grads, throu
         for q_HKC, norm_HK1 in zip(centres[:0:-1], norms[::-1], strict=True):
             dq_HKC = _pull_hubs(case, hubs, q_HKC, g_HKC)
             along_HKC = q_HKC * (q_HKC * dq_HKC).sum(-1, keepdim=True)
-            g_HKC = torch.where(norm_HK1 > _EPS, dq_HKC - along_HKC, dq_HKC) / norm_HK1.clamp_min(_EPS)
+            g_HKC = torch.where(norm_HK1 > _EPS, dq_HKC - along_HKC, dq_HKC) / norm_HK1.clamp_min(
+                _EPS
+            )
             stack.insert(0, g_HKC)
     g_HSKC, q_HSKC = torch.stack(stack, 1), torch.stack(centres[-len(stack) :], 1)
     grads.own_TKC[hubs] += g_HSKC.sum(1)
@@ -206,13 +304,28 @@ def _hub_grads(case: _Case, hubs: Tensor, grad_TKC: Tensor, grads: _Grads, throu
         grads.own_TKC[hubs] += _pull_hubs(case, hubs, centres[0], g_HKC)
     l_NKC, _, indptr, indices, weight = case.tensors
     stacks = grads.message_EKC, grads.weight, q_HSKC, g_HSKC
-    case.launch("hub_message_grads", (len(hubs), _HUB_PARTS), *stacks, l_NKC, indptr, indices, weight, hubs, len(stack), through_all, _HUB_PARTS)
+    case.launch(
+        "hub_message_grads",
+        (len(hubs), _HUB_PARTS),
+        *stacks,
+        l_NKC,
+        indptr,
+        indices,
+        weight,
+        hubs,
+        len(stack),
+        through_all,
+        _HUB_PARTS,
+    )
 
 
 def _add_by_source(case: _Case, grad_NKC: Tensor, grad_EKC: Tensor, indices: Tensor) -> None:
     """grad[u] += the gradients of the messages from u, in their order."""
     source, order = indices.sort(stable=True)
-    starts, ends = torch.searchsorted(source, source), torch.searchsorted(source, source, right=True)
+    starts, ends = (
+        torch.searchsorted(source, source),
+        torch.searchsorted(source, source, right=True),
+    )
     runs = grad_NKC, grad_EKC, source, order, starts, ends, _RUN
     tile = max(case.form.tile // 4, 1)  # most sources have few messages in a chunk
     case.launch("sum_runs", (len(source),), *runs, tile=tile)
