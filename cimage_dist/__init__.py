@@ -20,6 +20,10 @@ _HOME = {
     "evaluate": "cimage_dist.api",
     "compare": "cimage_dist.comparison.run",
     "UserError": "cimage_dist.errors",
+    "Clusterer": "cimage_dist.registry",
+    "LossInputs": "cimage_dist.registry",
+    "register_clusterer": "cimage_dist.registry",
+    "register_loss": "cimage_dist.registry",
 }
 
 if TYPE_CHECKING:
@@ -30,10 +34,18 @@ if TYPE_CHECKING:
     from cimage_dist.data.ingest import open_graph
     from cimage_dist.data.store import Graph
     from cimage_dist.errors import UserError
+    from cimage_dist.registry import (
+        Clusterer,
+        LossInputs,
+        register_clusterer,
+        register_loss,
+    )
 
 __all__ = [
+    "Clusterer",
     "Config",
     "Graph",
+    "LossInputs",
     "Pretrainer",
     "UserError",
     "__version__",
@@ -41,6 +53,8 @@ __all__ = [
     "evaluate",
     "load_config",
     "open_graph",
+    "register_clusterer",
+    "register_loss",
 ]
 
 

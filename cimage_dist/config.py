@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from cimage_dist import registry
 from cimage_dist.errors import UserError
 
 
 def opt(default: Any, help: str) -> Any:
     """A field with its explanation, shown by `cimage show --keys`."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
@@ -372,6 +373,9 @@ class LossConfig:
         "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the "
         "pseudo-labels",
     )
+    extra: dict[str, float] = opt(
+        {}, "weights of registered loss terms by name, e.g. loss.extra.mine=0.5"
+    )
 
     @property
     def is_conditional(self) -> bool:
@@ -411,11 +415,19 @@ class LossConfig:
             "must lie in [0, 1)",
             self.teacher_momentum,
         )
+        for name in self.extra:
+            need(
+                name in registry.loss_names(),
+                f"loss.extra.{name}",
+                "is not registered; call cimage_dist.register_loss before the config is loaded",
+                self.extra[name],
+            )
         weights = [
             self.structure_weight,
             self.factor_weight,
             self.cluster_weight,
             self.redundancy_weight,
+            *self.extra.values(),
         ]
         need(
             any(weights),
@@ -431,11 +443,11 @@ class LossConfig:
 
 @dataclass
 class ClusterConfig:
-    init: Literal["selfkmeans", "rdgae", "dinknet", "propagated", "auto", "file"] = opt(
+    init: str = opt(
         "propagated",
-        "initial labels: k-means on smoothed features, on an encoder trained with the edge loss "
-        "alone (selfkmeans), R-DGAE, Dink-Net, "
-        "R-DGAE or Dink-Net by size (auto), or a file",
+        "initial labels: k-means on smoothed features (propagated) or on an encoder trained with "
+        "the edge loss alone (selfkmeans), rdgae, dinknet, one of these by size (auto), a file "
+        "(file), or a registered method",
     )
     labels_path: Optional[str] = opt(
         None,
@@ -459,6 +471,8 @@ class ClusterConfig:
     bank_size: int = opt(8192, "trusted embeddings that others are compared with")
 
     def __post_init__(self) -> None:
+        known = [*registry.clusterer_names(), "selfkmeans", "auto", "file"]
+        need(self.init in known, "cluster.init", f"must be one of {', '.join(known)}", self.init)
         need(
             self.init != "file" or self.labels_path is not None,
             "cluster.labels_path",
@@ -817,6 +831,7 @@ def describe_objective(cfg: Config) -> str:
         "edges": loss.structure_weight,
         "modularity": loss.cluster_weight,
         f"factors ({cfg.ci.partition})": loss.factor_weight,
+        **loss.extra,
     }
     shown = [
         name if weight == 1 else f"{weight:g} {name}" for name, weight in terms.items() if weight
@@ -888,6 +903,8 @@ def fingerprint(cfg: Config) -> str:
     for name, keys in _NOT_TRAINED.items():
         for key in keys:
             del tree[name][key]
+    if not cfg.loss.extra:
+        del tree["loss"]["extra"]
     labels = cfg.cluster.labels_path
     if labels is not None:
         # The content counts, not where it lies.

@@ -34,6 +34,7 @@ APPENDIX = {
 IDLE = {
     "model.routing_backend",
     "loss.teacher_momentum",
+    "loss.extra",
     "loss.redundancy",
     "loss.redundancy_decorrelation",
     "cluster.labels_path",

@@ -29,6 +29,7 @@ from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.propagated import Tick, check_input, sampled
 from cimage_dist.pseudo.rdgae import step_on
+from cimage_dist.registry import Clusterer
 from cimage_dist.types import Topology
 
 _FULL_BATCH_NODES = 25_000
@@ -316,3 +317,6 @@ class _Run:
             if changed < s.stop_below:
                 break
         return best[0].cpu(), best[1].cpu()
+
+
+CLUSTERER = Clusterer(dinknet_labels, lambda name, nodes, clusters: settings_for(name, nodes))

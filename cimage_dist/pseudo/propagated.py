@@ -25,6 +25,7 @@ from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import weighted_sum
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.metrics import hard_modularity
+from cimage_dist.registry import Clusterer
 from cimage_dist.types import EdgeList, Topology
 
 MOST = 256
@@ -306,3 +307,6 @@ def _edge_chunks(topology: Topology) -> Iterator[tuple[slice, EdgeList]]:
             ),
         )
         begin = end
+
+
+CLUSTERER = Clusterer(propagated_labels, lambda name, nodes, clusters: settings_for(nodes))

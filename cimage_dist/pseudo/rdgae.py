@@ -34,6 +34,7 @@ from cimage_dist.pseudo.rdgae_loss import (
     sampled_reconstruction_loss,
     squared_distances,
 )
+from cimage_dist.registry import Clusterer
 from cimage_dist.types import EdgeList, Topology
 
 _ROUNDS = 3
@@ -320,3 +321,6 @@ class _Run:
             restarts=self.settings.restarts,
         )
         return found.centres.to(z_ND.dtype)
+
+
+CLUSTERER = Clusterer(rdgae_labels, lambda name, nodes, clusters: settings_for(name, clusters))

@@ -31,9 +31,10 @@ from cimage_dist.io import artifacts
 from cimage_dist.io.environment import peak_gb
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import compact
-from cimage_dist.pseudo import dinknet, propagated, rdgae
+from cimage_dist.pseudo import propagated
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.propagated import estimate_clusters
+from cimage_dist.registry import clusterer
 from cimage_dist.train.refresh import Embedder
 from cimage_dist.types import Topology
 
@@ -250,17 +251,6 @@ def method_for(init: str, num_nodes: int) -> str:
     return "rdgae" if num_nodes <= SMALL else "dinknet" if num_nodes <= _LARGE else "propagated"
 
 
-def settings_of(method: str, cfg: Config, num_nodes: int, num_clusters: int) -> Any:
-    """What the method takes, by the dataset's name or size; None for selfkmeans, which takes the
-    whole config.
-    """
-    if method == "rdgae":
-        return rdgae.settings_for(cfg.data.name, num_clusters)
-    if method == "dinknet":
-        return dinknet.settings_for(cfg.data.name, num_nodes)
-    return propagated.settings_for(num_nodes) if method == "propagated" else None
-
-
 def initial_labels(
     cfg: Config,
     graph: Graph,
@@ -282,7 +272,9 @@ def initial_labels(
         return read_labels(Path(cfg.cluster.labels_path), graph.num_nodes)
     count = number_of_clusters(cfg, graph, topology, comm, tick)
     method = method_for(cfg.cluster.init, graph.num_nodes)
-    settings = settings_of(method, cfg, graph.num_nodes, count)
+    settings = None  # selfkmeans takes the whole config
+    if method != "selfkmeans":
+        settings = clusterer(method).settings(cfg.data.name, graph.num_nodes, count)
     folder = cache_folder(cfg, graph.fingerprint, method, count, settings) if graph.path else None
 
     def look() -> LabelSet | None:
@@ -334,10 +326,5 @@ def _make(
 ) -> tuple[Tensor, Tensor]:
     if method == "selfkmeans":
         return labels_by_kmeans(*edge_only(), graph.num_nodes, count, cfg, comm)
-    make = {
-        "rdgae": rdgae.rdgae_labels,
-        "dinknet": dinknet.dinknet_labels,
-        "propagated": propagated.propagated_labels,
-    }[method]
     x = compact(graph.features().to(torch.get_default_dtype()))
-    return cast(Any, make)(x, topology, count, settings, cfg.run.seed, comm, tick)
+    return clusterer(method).make(x, topology, count, settings, cfg.run.seed, comm, tick)

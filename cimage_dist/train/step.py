@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cimage_dist import keyed
+from cimage_dist import keyed, registry
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.losses.modularity import modularity_edges, modularity_full
@@ -75,6 +75,17 @@ def loss_terms(
         terms["cluster"] = _cluster_share(out.z.flatten(1), batch, comm)
     if out.second is not None:
         terms["redundancy"] = _redundancy_share(out, batch, cfg, context, labels, comm)
+    if cfg.loss.extra:
+        assert batch.gids is not None
+        seen = registry.LossInputs(
+            out.z.index_select(0, batch.nodes),
+            out.second,
+            batch.gids,
+            batch.node_weight,
+            batch.global_nodes,
+            comm,
+        )
+        terms |= {name: registry.loss(name)(seen) for name in cfg.loss.extra}
     return terms
 
 
@@ -123,6 +134,7 @@ def objective(terms: dict[str, Tensor], cfg: Config) -> Tensor:
         "factor": loss.factor_weight,
         "cluster": loss.cluster_weight,
         "redundancy": loss.redundancy_weight,
+        **loss.extra,
     }
     return torch.stack([weight[name] * value for name, value in terms.items()]).sum()
 
