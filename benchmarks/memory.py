@@ -109,8 +109,8 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
     from cimage_dist.comm import Comm
     from cimage_dist.data.ingest import open_graph
     from cimage_dist.train.initial import labels_by_kmeans
-    from cimage_dist.train.loop import Trainer
     from cimage_dist.train.refresh import Refresher
+    from cimage_dist.train.trainer import Trainer
 
     torch.set_num_threads(1)
     graph = open_graph(cfg.data)

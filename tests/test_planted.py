@@ -26,14 +26,15 @@ import pytest
 import torch
 
 from cimage_dist.ci.hsic import block_statistics
-from cimage_dist.ci.partition import choose_partition, score_features
+from cimage_dist.ci.partition import choose_partition
+from cimage_dist.ci.scores import score_features
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.train import loop
-from cimage_dist.train.loop import Trainer
+from cimage_dist.train.trainer import Trainer
 from cimage_dist.train.refresh import Refresher
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.types import CIScores

@@ -16,8 +16,8 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from cimage_dist import keyed
 from cimage_dist.ci.hsic import HsicStats
+from cimage_dist.ci.scores import Features, factor_means, factor_scores, random_half
 from cimage_dist.ci.selection import (
     Inner,
     VIResult,
@@ -30,7 +30,6 @@ from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.types import CIScores
 
-Features = Literal["channel", "factor_mean"]
 Solver = Literal["vi", "nnlasso"]
 
 _LOG = logging.getLogger("cimage")
@@ -41,35 +40,6 @@ _REFINE_SOLVES = (
     6  # spent on an exact hit once the count is near enough, in the first search of a run
 )
 _MIN_WIDTH = 1e-3
-
-
-def score_features(h: Tensor, features: Features = "channel") -> Tensor:
-    """The columns HSIC looks at: all channels [n, K·c] (paper) or the mean of each factor [n, K]
-    (released code). h [n, K, c].
-    """
-    return h.flatten(1) if features == "channel" else h.mean(dim=2)
-
-
-def factor_scores(omega: Tensor, num_factors: int, features: Features = "channel") -> Tensor:
-    """`Sc_k = ω̄_k / max ω̄`, ω̄_k the mean weight of the factor's channels; all zero when ω is
-    (§7.7). omega [D] -> [K].
-    """
-    mean = factor_means(omega, num_factors, features)
-    top = mean.max()
-    return mean / top if top > 0 else torch.zeros_like(mean)
-
-
-def factor_means(values: Tensor, num_factors: int, features: Features = "channel") -> Tensor:
-    """Per-factor mean of a per-feature quantity. values [D] -> [K]."""
-    return values.reshape(num_factors, -1).mean(dim=1) if features == "channel" else values
-
-
-def random_half(num_factors: int, seed: int) -> Tensor:
-    """A keyed random choice of ⌊K/2⌋ factors (at least one) as F1, bool [K]."""
-    order = torch.argsort(keyed.bits(keyed.stream(seed, "ci-fallback"), torch.arange(num_factors)))
-    chosen = torch.zeros(num_factors, dtype=torch.bool)
-    chosen[order[: max(num_factors // 2, 1)]] = True
-    return chosen
 
 
 def choose_partition(

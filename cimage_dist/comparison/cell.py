@@ -31,8 +31,8 @@ from cimage_dist.eval.links import PairScore, row_scores
 from cimage_dist.io import artifacts, environment
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import evaluate_run, score_links, score_matrix
-from cimage_dist.train.loop import pick_device
 from cimage_dist.train.progress import Progress
+from cimage_dist.train.trainer import pick_device
 from cimage_dist.types import Topology
 
 Result = dict[str, Any]

@@ -36,8 +36,8 @@ from cimage_dist.io import artifacts
 from cimage_dist.io.rows import RowFiles, Rows, describe_parts, step_of
 from cimage_dist.nn.inference import MAX_FLOATS, encode_rows, num_stages, reach
 from cimage_dist.nn.model import CimageModel, model_from_weights
-from cimage_dist.train.loop import pick_device
 from cimage_dist.train.refresh import SampledEmbedder
+from cimage_dist.train.trainer import pick_device
 
 PART_ROWS = 65_536
 MAX_PARTS = 512  # a process keeps a part open for each

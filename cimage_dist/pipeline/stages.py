@@ -44,10 +44,11 @@ from cimage_dist.nn.model import (
 )
 from cimage_dist.pipeline import embedding
 from cimage_dist.pipeline.embedding import PART_ROWS, Execute, Tick
-from cimage_dist.train.loop import Trainer, pick_device, worker
+from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, Sink
 from cimage_dist.train.teleport import fit_to_graph
+from cimage_dist.train.trainer import Trainer, pick_device
 from cimage_dist.types import LinkSplit, NodeSplit
 
 

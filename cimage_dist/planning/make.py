@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from cimage_dist.ci.hsic import packed_size, repeats_for
+from cimage_dist.ci.hsic import repeats_for
+from cimage_dist.ci.kernels import packed_size
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.planning.memory import (

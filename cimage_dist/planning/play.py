@@ -29,10 +29,11 @@ from cimage_dist.errors import Interrupted
 from cimage_dist.nn.features import SparseRows
 from cimage_dist.nn.model import View
 from cimage_dist.train.batches import StepBatch
-from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.loop import worker
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.train.step import PseudoLabels
+from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import EdgeList
 
 

@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import numba
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,44 +19,12 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-
-# Rows are finite by the time they get here; sums over a row may be taken in vector order.
-_FAST = {"nnan", "ninf", "nsz", "reassoc", "contract"}
-
-
-@numba.njit(nogil=True, cache=True, fastmath=_FAST)
-def add_chunk(
-    rows_nD: Any, score_nC: Any, labels_n: Any, nearest_n: Any, sums_CD: Any, counts_C: Any
-) -> float:
-    """Fill labels (lowest score, ties to the lowest id) and nearest = ‖x‖² + score; add the rows to
-    `sums`, 1 to `counts`; returns Σ nearest.
-    """
-    total = 0.0
-    for i in range(rows_nD.shape[0]):
-        lowest = score_nC[i, 0]
-        for c in range(1, score_nC.shape[1]):
-            lowest = min(lowest, score_nC[i, c])
-        label = 0
-        while score_nC[i, label] != lowest:
-            label += 1
-        row, kept = rows_nD[i], sums_CD[label]
-        square = rows_nD.dtype.type(0)
-        for j in range(row.size):
-            square += row[j] * row[j]
-        for j in range(row.size):
-            kept[j] += row[j]
-        labels_n[i] = label
-        nearest_n[i] = max(square + lowest, rows_nD.dtype.type(0))
-        counts_C[label] += 1.0
-        total += nearest_n[i]
-    return total
-
+from cimage_dist.pseudo.kmeans_cpu import add_chunk
+from cimage_dist.pseudo.kmeans_start import _draw_start
 
 CHUNK_ROWS = (
     4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
 )
-_SAMPLE_PER_CLUSTER = 256
-_IDS_PER_CHUNK = 1 << 16
 _VECTOR = 16
 _FAR = 3e38
 _TIE = 1e-9  # relative difference of inertia below which the earlier start is kept
@@ -337,58 +303,6 @@ def _order(distance: Tensor, gids: Tensor) -> Tensor:
     """Positions by falling distance, equal distances by rising gid."""
     by_gid = gids.argsort()
     return by_gid[distance[by_gid].argsort(descending=True, stable=True)]
-
-
-def _draw_start(
-    shard: _Shard, ids: _Ids, num_rows: int, num_clusters: int, key: int, comm: Comm
-) -> Tensor:
-    """Collective: k-means++ centres float64 [C, D] from a uniform sample of 256·C rows, chosen by
-    the hash of their global ids.
-    """
-    sample_size = min(num_rows, _SAMPLE_PER_CLUSTER * num_clusters)
-    chunks = torch.arange(shard.x.shape[0], device=shard.x.device).split(_IDS_PER_CHUNK)
-    lowest = torch.empty(0, dtype=torch.int64, device=shard.x.device)
-    for lids in chunks:
-        seen = torch.cat([lowest, keyed.bits(key, ids(lids))])
-        lowest = seen.topk(min(sample_size, seen.numel()), largest=False).values
-    # The hash is a bijection of the id, so exactly sample_size rows lie at or below the threshold.
-    threshold = comm.gather_rows(lowest).sort().values[sample_size - 1]
-    lids = torch.cat([lids[keyed.bits(key, ids(lids)) <= threshold] for lids in chunks])
-    sample, sample_gids = comm.gather_rows(shard.rows(lids)), comm.gather_rows(ids(lids))
-    centres = shard.origin.new_zeros((num_clusters, shard.x.shape[1]))
-    if comm.is_main:
-        centres = _plus_plus(sample[sample_gids.argsort()], num_clusters, key)
-    return comm.broadcast(centres)
-
-
-def _plus_plus(sample: Tensor, num_clusters: int, key: int) -> Tensor:
-    """Greedy k-means++: of L = 2 + ln C candidates drawn with probability ∝ d², keep the one that
-    lowers Σd² most. sample [S, D].
-    """
-    draws = torch.arange(2 + int(math.log(num_clusters)), device=sample.device)
-    norms = sample.square().sum(1)
-
-    def distances_from(bids: Tensor) -> Tensor:
-        d_LS = (
-            torch.addmm(norms, sample[bids], sample.T, alpha=-2.0)
-            .add_(norms[bids, None])
-            .clamp_(min=0.0)
-            .to(torch.float64)
-        )
-        return d_LS.scatter_(1, bids[:, None], 0.0)
-
-    chosen = [keyed.integers(keyed.derive(key, 0), draws[:1], sample.shape[0])]
-    closest = distances_from(chosen[0])[0]
-    for step in range(1, num_clusters):
-        mass = closest.cumsum(0)
-        candidates = torch.searchsorted(
-            mass, keyed.uniform(keyed.derive(key, step), draws) * mass[-1], right=True
-        ).clamp_(max=sample.shape[0] - 1)
-        left = torch.minimum(closest, distances_from(candidates))
-        best = left.sum(1).argmin()
-        closest = left[best]
-        chosen.append(candidates[best : best + 1])
-    return sample[torch.cat(chosen)].to(torch.float64)
 
 
 def _count_and_origin(

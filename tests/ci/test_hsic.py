@@ -9,13 +9,12 @@ from cimage_dist.ci.hsic import (
     HsicStats,
     averaged,
     block_statistics,
-    centred_delta,
-    centred_gaussian,
     class_blocks,
     conditional_statistics,
     draw_blocks,
     repeats_for,
 )
+from cimage_dist.ci.kernels import centred_delta, centred_gaussian
 from cimage_dist.errors import UserError
 from tests import reference
 

@@ -17,7 +17,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.train.batches import SampledBatches
-from cimage_dist.train.loop import Trainer
+from cimage_dist.train.trainer import Trainer
 from tests.parity import test_training as parity
 from tests.procs import run_ranks
 from tests.settings import small_sbm_config

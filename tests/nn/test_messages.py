@@ -14,7 +14,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.nn import messages
 from cimage_dist.nn.messages import Hops, weighted_sum
 from cimage_dist.train.batches import SampledBatches
-from cimage_dist.train.loop import Trainer
+from cimage_dist.train.trainer import Trainer
 from tests.settings import ROUTING, small_sbm_config
 
 

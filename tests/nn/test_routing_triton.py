@@ -66,7 +66,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 
 def plain(
-    l: Tensor,
+    l: Tensor,  # noqa: E741
     indptr: Tensor,
     indices: Tensor,
     weight: Tensor | None,
@@ -74,7 +74,7 @@ def plain(
     temperature: float,
     self_init: bool,
     through_all: bool,
-) -> Tensor:  # noqa: E741
+) -> Tensor:
     """The rounds of the specification, one tensor operation at a time."""
     degrees = indptr.diff()
     own, near = l[FIRST : FIRST + len(degrees)], l[indices[indptr[0] : indptr[-1]].long()]

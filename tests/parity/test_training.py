@@ -16,8 +16,9 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import MemorySink
+from cimage_dist.train.trainer import Trainer
 from tests.conftest import small_sbm_settings
 from tests.procs import run_ranks
 from tests.settings import ROUTING

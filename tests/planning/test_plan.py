@@ -33,7 +33,8 @@ from cimage_dist.planning.sizes import (
     rows_per_step,
     training_edges,
 )
-from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.loop import worker
+from cimage_dist.train.trainer import Trainer
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
 from tests.conftest import small_sbm_settings

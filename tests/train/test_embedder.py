@@ -13,8 +13,8 @@ import torch
 from cimage_dist.comm import Comm
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.train import refresh as embedder_module
-from cimage_dist.train.loop import Trainer
 from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
+from cimage_dist.train.trainer import Trainer
 from tests.settings import ROUTING, small_sbm_config
 
 MODEL = [

@@ -27,8 +27,9 @@ from cimage_dist.train.initial import (
     method_for,
     number_of_clusters,
 )
-from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import MemorySink
+from cimage_dist.train.trainer import Trainer
 from tests.settings import changed, small_sbm_config
 
 MODEL = [

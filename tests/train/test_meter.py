@@ -98,8 +98,8 @@ def test_accumulated_batches_make_the_step_of_their_mean_gradient(store_dir, sma
     assert steps[1] == -(-steps[0] // 2) and one.step == steps[0] and two.step == steps[1]
     # Before the first update both see the same weights: the first accumulated loss is the mean of
     # two batch losses.
-    from cimage_dist.train.loop import Trainer
     from cimage_dist.train.step import loss_terms
+    from cimage_dist.train.trainer import Trainer
 
     fresh = Trainer(small_sbm_config(store_dir, *settings), small_sbm, small_sbm.topology(), Comm())
     batches = fresh.remaining()

@@ -22,9 +22,10 @@ from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.train import loop, refresh
-from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.loop import worker
 from cimage_dist.train.refresh import Refresher, random_scores
 from cimage_dist.train.sink import LocalSink, MemorySink
+from cimage_dist.train.trainer import Trainer
 from tests.procs import run_ranks
 from tests.settings import small_sbm_config
 

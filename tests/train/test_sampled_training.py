@@ -26,9 +26,10 @@ from cimage_dist.nn.norm import MomentsNorm
 from cimage_dist.reporting.terminal import read_metrics
 from cimage_dist.train import loop
 from cimage_dist.train.batches import SampledBatches
-from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import MEASURED
 from cimage_dist.train.sink import LocalSink, MemorySink
+from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import EdgeList, SampledBatch, Topology
 from tests.settings import ROUTING, small_sbm_config
 

@@ -17,9 +17,10 @@ from cimage_dist.data.store import Graph
 from cimage_dist.io import checkpoint
 from cimage_dist.nn.model import model_from_weights
 from cimage_dist.train import teleport
-from cimage_dist.train.loop import Trainer, worker
+from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.train.teleport import FALLBACK, HIGHEST, LOWEST, choose_teleport, explained, peak
+from cimage_dist.train.trainer import Trainer
 from tests.procs import run_ranks
 from tests.settings import small_sbm_config
 

@@ -116,9 +116,9 @@ def load(data: DataConfig) -> RawGraph:
             num_nodes = int(npz.read_member(opened, "num_nodes_list", archive).sum())
         with npz.open_npz(raw / "node-label.npz") as opened:
             labels = npz.read_member(opened, "node_label", raw / "node-label.npz")
-        edges: Callable[[], Iterator[tuple[Array, Array]]] = lambda: npz.stream_edges(
+        edges: Callable[[], Iterator[tuple[Array, Array]]] = lambda: npz.stream_edges(  # noqa: E731
             archive, "edge_index"
-        )  # noqa: E731
+        )
         features = lambda: npz.stream_rows(archive, "node_feat")  # noqa: E731
     else:
         num_nodes = int(_column(raw / "num-node-list.csv.gz").sum())

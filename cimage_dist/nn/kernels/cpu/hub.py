@@ -10,16 +10,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from cimage_dist.nn.kernels.cpu.loops import (
-    GROUP,
-    add_messages,
-    add_neighbour_grad,
-    assign,
-    back_messages,
-    fill,
-    normalise,
-    normalise_grad,
-)
+from cimage_dist.nn.kernels.cpu.loops import add_neighbour_grad, fill, normalise, normalise_grad
+from cimage_dist.nn.kernels.cpu.passes import GROUP, add_messages, assign, back_messages
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 from cimage_dist.nn.kernels.cpu.threads import run_parts
 

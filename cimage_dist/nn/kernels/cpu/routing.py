@@ -21,16 +21,14 @@ from torch import Tensor
 from cimage_dist.nn.kernels.cpu.hub import hub_backward, hub_forward
 from cimage_dist.nn.kernels.cpu.layout import aligned, pack, turn, unpack_grad
 from cimage_dist.nn.kernels.cpu.loops import (
-    GROUP,
-    add_messages,
     add_neighbour_grad,
     add_row,
-    back_messages,
     copy_row,
     fill,
     normalise,
     normalise_grad,
 )
+from cimage_dist.nn.kernels.cpu.passes import GROUP, add_messages, back_messages
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 from cimage_dist.nn.kernels.cpu.threads import num_parts, run_parts
 

@@ -1,0 +1,147 @@
+"""The one typed configuration: every key with its default, its range and its explanation.
+`config_loading.py` reads it from files.
+
+The sections up to `eval` are the science: they make the fingerprint. `run` and `resources` say
+where and on what it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from cimage_dist.config.data import DataConfig, SbmConfig
+from cimage_dist.config.fields import need, opt, section
+from cimage_dist.config.model import LossConfig, MaskConfig, ModelConfig
+from cimage_dist.config.resources import ResourcesConfig, RunConfig
+from cimage_dist.config.training import (
+    CIConfig,
+    ClusterConfig,
+    EvalConfig,
+    OptimConfig,
+    SamplerConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CIConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "LossConfig",
+    "MaskConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ResourcesConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "SbmConfig",
+    "TrainConfig",
+    "describe_encoder",
+    "describe_objective",
+    "fingerprint",
+    "need",
+    "opt",
+    "run_dir",
+    "section",
+]
+
+
+def describe_objective(cfg: Config) -> str:
+    """What a run trains, in words: "redundancy + 0.2 edges + 0.1 factors (ci)"."""
+    loss = cfg.loss
+    given = "" if loss.redundancy == "plain" else " given pseudo-labels"
+    terms = {
+        f"redundancy{given}": loss.redundancy_weight,
+        "edges": loss.structure_weight,
+        "modularity": loss.cluster_weight,
+        f"factors ({cfg.ci.partition})": loss.factor_weight,
+        **loss.extra,
+    }
+    shown = [
+        name if weight == 1 else f"{weight:g} {name}" for name, weight in terms.items() if weight
+    ]
+    return " + ".join(shown)
+
+
+def describe_encoder(asked: ModelConfig, used: ModelConfig) -> str:
+    """The encoder in words; `used` has what the graph led to where `asked` left it open."""
+    width = f"width {used.num_factors * used.factor_dim}"
+    layers = f"{used.num_layers} {used.propagation} layers"
+    teleport = f"teleport {used.teleport:g}"
+    width += "" if asked.factor_dim else " (by the number of features)"
+    layers += "" if asked.num_layers else " (by the graph's size and density)"
+    teleport += "" if asked.teleport is not None else " (found without labels)"
+    return (
+        f"{used.num_factors} factors x {used.factor_dim} channels = {width}, {used.init} "
+        f"start, {layers}, {teleport}"
+    )
+
+
+@dataclass
+class Config:
+    data: DataConfig = section(DataConfig, "the graph")
+    model: ModelConfig = section(ModelConfig, "encoder and decoders")
+    mask: MaskConfig = section(MaskConfig, "edge masking")
+    sampler: SamplerConfig = section(SamplerConfig, "neighbour-sampled mini-batches")
+    loss: LossConfig = section(LossConfig, "weights of the objective")
+    cluster: ClusterConfig = section(ClusterConfig, "pseudo-labels")
+    ci: CIConfig = section(CIConfig, "conditional-independence scores")
+    optim: OptimConfig = section(OptimConfig, "optimiser and schedule")
+    train: TrainConfig = section(TrainConfig, "length, validation, selection")
+    eval: EvalConfig = section(EvalConfig, "scores")
+    run: RunConfig = section(RunConfig, "seed, directory, logging")
+    resources: ResourcesConfig = section(ResourcesConfig, "machines")
+
+    def __post_init__(self) -> None:
+        target, factors = self.ci.target, self.model.num_factors
+        need(
+            target is None or target < factors,
+            "ci.target",
+            f"must be below model.num_factors ({factors}), or no factor is left to predict",
+            target,
+        )
+
+
+# Keys that do not change what is trained (where things are, what is scored afterwards): they leave
+# the fingerprint alone.
+_NOT_TRAINED = {
+    "data": ("path", "root", "store_dir", "stage_dir", "verify"),
+    "model": ("routing_backend",),
+    "sampler": ("loader_processes", "prefetch"),
+    "cluster": ("labels_path",),
+    "eval": ("probe", "few_labels", "few_label_splits", "kmeans_restarts", "controls"),
+}
+_NOT_SCIENCE = ("run", "resources")
+
+
+def fingerprint(cfg: Config) -> str:
+    """12 hex digits of the science sections: the same experiment on another machine keeps its name."""
+    tree = dataclasses.asdict(cfg)
+    for name in _NOT_SCIENCE:
+        del tree[name]
+    for name, keys in _NOT_TRAINED.items():
+        for key in keys:
+            del tree[name][key]
+    if not cfg.loss.extra:
+        del tree["loss"]["extra"]
+    labels = cfg.cluster.labels_path
+    if labels is not None:
+        # The content counts, not where it lies.
+        file = Path(labels) / "labels.npz" if Path(labels).is_dir() else Path(labels)
+        tree["cluster"]["labels"] = (
+            hashlib.blake2b(file.read_bytes()).hexdigest() if file.is_file() else labels
+        )
+    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def run_dir(cfg: Config) -> Path:
+    return (
+        Path(cfg.run.dir)
+        if cfg.run.dir
+        else Path("runs") / cfg.data.name / fingerprint(cfg) / f"seed-{cfg.run.seed}"
+    )

@@ -1,0 +1,159 @@
+"""Where the graph comes from and how it is split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from cimage_dist.config.fields import need, opt, section
+
+
+@dataclass
+class SbmConfig:
+    """A degree-corrected stochastic block model with planted label-driven and nuisance features."""
+
+    num_nodes: int = opt(10_000, "number of nodes")
+    num_blocks: int = opt(8, "number of planted blocks; they are the labels")
+    avg_degree: float = opt(20.0, "mean number of neighbours")
+    homophily: float = opt(0.8, "share of a node's edge ends that stay inside its block")
+    degree_exponent: float = opt(
+        2.5, "power-law exponent of the degree propensities; larger is more even"
+    )
+    label_features: int = opt(16, "features driven by the block, plus noise")
+    nuisance_features: int = opt(48, "features driven by factors independent of the block")
+    noise: float = opt(1.0, "standard deviation of the feature noise")
+    seed: int = opt(0, "seed of the generator, apart from run.seed")
+
+
+@dataclass
+class DataConfig:
+    name: str = opt(
+        "digits",
+        "digits, forum, sbm, cora, citeseer, pubmed, photo, computers, wikics, ogbn-arxiv, "
+        "ogbn-products, ogbn-papers100m, or any name you give your own graph (with data.path)",
+    )
+    path: Optional[str] = opt(
+        None,
+        "your own graph: a folder holding edges.* and optionally features.*, labels.*, "
+        "splits.*; or a graph store",
+    )
+    root: Optional[str] = opt(
+        None,
+        "where raw files are looked for; unset: the environment variable CIMAGE_DATA_ROOT, else "
+        "<store_dir>/raw",
+    )
+    store_dir: str = opt("data", "where prepared graph stores are kept")
+    stage_dir: Optional[str] = opt(
+        None,
+        "copy the graph store to this local folder of each node first; data.path may then be "
+        "the URL of a store (s3://bucket/folder, gs://, file://)",
+    )
+    features: Literal["given", "degree", "hash", "laplacian"] = opt(
+        "given", "node features: as given, or made from the graph when there are none"
+    )
+    made_features: int = opt(64, "width of features made from the graph (hash, laplacian)")
+    feature_dtype: Literal["float32", "float16"] = opt("float32", "storage type of features")
+    normalize: Literal["unit", "row", "none", "source"] = opt(
+        "unit",
+        "each feature row is scaled to length 1 (unit) or sum 1 (row), or kept (none); source: "
+        "what is usual for this dataset",
+    )
+    verify: Literal["auto", "always", "never"] = opt(
+        "auto", "checksum of store files when opened; auto: stores up to 1 GiB"
+    )
+    split: Literal["auto", "public", "random", "per_class"] = opt(
+        "auto", "node split; auto: the public one where it exists, else random"
+    )
+    split_index: int = opt(0, "which of several public splits (WikiCS has 20)")
+    train_ratio: float = opt(0.1, "training share of a random split")
+    val_ratio: float = opt(0.1, "validation share of a random split")
+    labels_per_class: int = opt(20, "training nodes per class of a per_class split")
+    holdout_edges: Literal["none", "link"] = opt(
+        "none",
+        "link: train on 85 % of the edges, keep 5 % and 10 % for validation and test of link "
+        "prediction",
+    )
+    link_val_ratio: float = opt(0.05, "share of undirected edges kept for validation")
+    link_test_ratio: float = opt(0.10, "share of undirected edges kept for test")
+    sbm: SbmConfig = section(SbmConfig, "parameters of the generated graph `sbm`")
+
+    def __post_init__(self) -> None:
+        for name in ("store_dir", "stage_dir"):
+            folder = getattr(self, name)
+            need(
+                "://" not in (folder or ""),
+                f"data.{name}",
+                "must be a folder; for a graph store on object storage set data.path to its URL",
+                folder,
+            )
+        need(
+            0 < self.train_ratio < 1,
+            "data.train_ratio",
+            "must lie strictly between 0 and 1",
+            self.train_ratio,
+        )
+        need(
+            0 < self.val_ratio < 1,
+            "data.val_ratio",
+            "must lie strictly between 0 and 1",
+            self.val_ratio,
+        )
+        need(
+            self.train_ratio + self.val_ratio < 1,
+            "data.train_ratio + data.val_ratio",
+            "must leave room for a test set (below 1)",
+            self.train_ratio + self.val_ratio,
+        )
+        need(
+            self.labels_per_class >= 1,
+            "data.labels_per_class",
+            "must be at least 1",
+            self.labels_per_class,
+        )
+        need(
+            self.made_features >= 1, "data.made_features", "must be at least 1", self.made_features
+        )
+        need(self.split_index >= 0, "data.split_index", "must not be negative", self.split_index)
+        need(
+            0 < self.link_val_ratio < 1 and 0 < self.link_test_ratio < 1,
+            "data.link_val_ratio / data.link_test_ratio",
+            "must lie strictly between 0 and 1",
+            [self.link_val_ratio, self.link_test_ratio],
+        )
+        need(
+            self.link_val_ratio + self.link_test_ratio < 1,
+            "data.link_val_ratio + data.link_test_ratio",
+            "must leave training edges (below 1)",
+            self.link_val_ratio + self.link_test_ratio,
+        )
+        sbm = self.sbm
+        need(sbm.num_nodes >= 2, "data.sbm.num_nodes", "must be at least 2", sbm.num_nodes)
+        need(
+            1 <= sbm.num_blocks <= sbm.num_nodes,
+            "data.sbm.num_blocks",
+            "must lie between 1 and data.sbm.num_nodes",
+            sbm.num_blocks,
+        )
+        need(sbm.avg_degree > 0, "data.sbm.avg_degree", "must be positive", sbm.avg_degree)
+        need(
+            0 <= sbm.homophily <= 1, "data.sbm.homophily", "must lie between 0 and 1", sbm.homophily
+        )
+        need(
+            sbm.degree_exponent > 1,
+            "data.sbm.degree_exponent",
+            "must be above 1",
+            sbm.degree_exponent,
+        )
+        need(
+            sbm.label_features + sbm.nuisance_features >= 1,
+            "data.sbm.label_features",
+            "at least one feature is needed",
+            sbm.label_features,
+        )
+        need(
+            sbm.label_features >= 0 and sbm.nuisance_features >= 0,
+            "data.sbm.nuisance_features",
+            "must not be negative",
+            sbm.nuisance_features,
+        )
+        need(sbm.noise >= 0, "data.sbm.noise", "must not be negative", sbm.noise)

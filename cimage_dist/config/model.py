@@ -1,0 +1,271 @@
+"""The encoder, its decoders, masks and losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+from cimage_dist import registry
+from cimage_dist.config.fields import need, opt
+
+
+@dataclass
+class ModelConfig:
+    num_factors: int = opt(16, "K, number of latent factors")
+    factor_dim: int = opt(
+        0,
+        "c, channels per factor; the embedding has K*c columns; 0: 32, or fewer where that is "
+        "more than the features",
+    )
+    init: Literal["random", "pca"] = opt(
+        "pca",
+        "start of the projection: random, or the principal directions of the features, rotated",
+    )
+    hidden: int = opt(
+        0,
+        "hidden width of the projection, the appendix's 'encoder hidden dim.'; 0: one linear layer",
+    )
+    propagation: Literal["routing", "gcn"] = opt(
+        "gcn", "layers after the projection: neighbourhood routing (paper), or plain GCN smoothing"
+    )
+    teleport: Optional[float] = opt(
+        None,
+        "alpha, share of the node's own projected factors mixed back in after every layer; "
+        "null: found from the graph's features and edges, without labels",
+    )
+    dropout: float = opt(0.0, "dropout on the input features")
+    norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
+        "auto",
+        "normalisation of the projection's first layer; auto: none with init=pca, else batch on "
+        "the full graph, moments when sampled",
+    )
+    num_layers: int = opt(
+        0,
+        "layers after the projection, as many hops; 0: by the graph's size and density, 2 to 6, "
+        "no fewer than sampled hops",
+    )
+    routing_iterations: int = opt(4, "T, iterations inside a routing layer")
+    routing_temperature: float = opt(1.0, "softmax temperature over factors")
+    routing_init: Literal["uniform", "self"] = opt(
+        "uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)"
+    )
+    routing_final_norm: bool = opt(
+        False, "normalise after the last iteration (paper) or not (released code)"
+    )
+    routing_grad: Literal["full", "last"] = opt(
+        "full", "differentiate all iterations, or the final aggregation only"
+    )
+    routing_backend: Literal["auto", "fused", "reference"] = opt(
+        "auto",
+        "how routing is computed: fused loops where there are any, or plain tensor operations",
+    )
+    tail: bool = opt(False, "routing: one GCN smoothing after the last layer (released code)")
+    structure_hidden: int = opt(32, "hidden width of the edge decoder")
+    structure_layers: int = opt(2, "linear layers of the edge decoder")
+    structure_dropout: float = opt(0.2, "dropout in the edge decoder")
+    factor_hidden: int = opt(256, "hidden width of the factor decoder")
+    factor_layers: int = opt(2, "linear layers of the factor decoder")
+    factor_dropout: float = opt(0.2, "dropout in the factor decoder")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_factors",
+            "routing_iterations",
+            "structure_hidden",
+            "structure_layers",
+            "factor_hidden",
+            "factor_layers",
+        ):
+            need(
+                getattr(self, name) >= 1, f"model.{name}", "must be at least 1", getattr(self, name)
+            )
+        for name in ("dropout", "structure_dropout", "factor_dropout"):
+            need(
+                0 <= getattr(self, name) < 1,
+                f"model.{name}",
+                "must lie in [0, 1)",
+                getattr(self, name),
+            )
+        need(
+            self.teleport is None or 0 <= self.teleport < 1,
+            "model.teleport",
+            "must lie in [0, 1), or be null",
+            self.teleport,
+        )
+        for name in ("factor_dim", "num_layers"):
+            need(
+                getattr(self, name) >= 0,
+                f"model.{name}",
+                "must not be negative",
+                getattr(self, name),
+            )
+        need(
+            not (self.tail and self.propagation == "gcn"),
+            "model.tail",
+            "is for model.propagation=routing; GCN layers smooth already",
+            self.tail,
+        )
+        need(self.hidden >= 0, "model.hidden", "must not be negative", self.hidden)
+        need(
+            self.init == "random" or not self.hidden,
+            "model.hidden",
+            "must be 0 with model.init=pca, which starts one linear layer",
+            self.hidden,
+        )
+        need(
+            self.routing_temperature > 0,
+            "model.routing_temperature",
+            "must be positive",
+            self.routing_temperature,
+        )
+
+    def sized(
+        self, num_features: int, num_nodes: int, num_edges: int, hops: int = 0
+    ) -> ModelConfig:
+        """With factor_dim and num_layers as they are used on a graph of `num_edges` directed edges.
+
+        factor_dim: 32, or as many as keep K*c within the features, at least 4. num_layers:
+        ⌊ln N / ln(1 + mean degree)⌋, the hops in which a neighbourhood grows to the size of the
+        graph, between 2 and 6, and no fewer than the `hops` that are sampled.
+        """
+        factor_dim = self.factor_dim or max(4, min(32, num_features // self.num_factors))
+        growth = math.log(1 + num_edges / max(num_nodes, 1))
+        layers = min(max(int(math.log(max(num_nodes, 1)) / growth), 2), 6) if growth else 2
+        return dataclasses.replace(
+            self, factor_dim=factor_dim, num_layers=self.num_layers or max(layers, hops)
+        )
+
+
+@dataclass
+class MaskConfig:
+    start_rate: float = opt(0.2, "share of nodes (or edges) from which a masking walk starts")
+    walk_length: int = opt(3, "steps of each masking walk")
+    start: Literal["node", "edge"] = opt(
+        "node", "walks start from nodes, or from the sources of edges"
+    )
+    symmetric: bool = opt(
+        True, "full graph: hide both directions of a masked edge; a sampled step always does"
+    )
+    hide_rate: float = opt(
+        0.5,
+        "full graph: share of the edges left visible by the walks that each view hides as well, "
+        "drawn at every step; sampled: see sampler.hide_rate",
+    )
+    feature_rate: float = opt(
+        0.2, "share of the feature columns that each view sets to zero, drawn at every step"
+    )
+
+    def __post_init__(self) -> None:
+        need(0 < self.start_rate <= 1, "mask.start_rate", "must lie in (0, 1]", self.start_rate)
+        for name in ("hide_rate", "feature_rate"):
+            rate = getattr(self, name)
+            need(0 <= rate < 1, f"mask.{name}", "must lie in [0, 1)", rate)
+        need(self.walk_length >= 1, "mask.walk_length", "must be at least 1", self.walk_length)
+
+
+@dataclass
+class LossConfig:
+    structure_weight: float = opt(0.1, "weight of the edge loss; 0: there is no edge decoder")
+    factor_weight: float = opt(
+        0.1,
+        "lambda1, weight of the factor reconstruction; 0: no pseudo-labels and no "
+        "conditional-independence scores are computed",
+    )
+    cluster_weight: float = opt(
+        0.01, "lambda2, weight of the modularity loss; negative reverses its sign (ablation)"
+    )
+    sce_power: int = opt(1, "tau, power of the scaled cosine error")
+    factor_direction: Literal["paper", "code"] = opt(
+        "paper", "paper: scored factors predict the others; code: the reverse"
+    )
+    factor_cosine: Literal["flat", "per_factor"] = opt(
+        "flat",
+        "one cosine per node over all hidden factors (paper), or one per factor (released code)",
+    )
+    factor_target: Literal["self", "detached", "teacher"] = opt(
+        "self",
+        "what is reconstructed: the masked view's own factors, the same without a gradient, or the "
+        "factors that an averaged copy of the encoder makes of the whole graph",
+    )
+    teacher_momentum: float = opt(
+        0.99, "share of the averaged copy that a step keeps (factor_target=teacher)"
+    )
+    redundancy_weight: float = opt(
+        1.0, "weight of the redundancy loss; above 0 each step encodes a second view"
+    )
+    redundancy_decorrelation: float = opt(
+        1e-3, "mu, weight of the decorrelation of channels in the redundancy loss"
+    )
+    redundancy: Literal["plain", "conditional"] = opt(
+        "plain",
+        "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the "
+        "pseudo-labels",
+    )
+    extra: dict[str, float] = opt(
+        {}, "weights of registered loss terms by name, e.g. loss.extra.mine=0.5"
+    )
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the redundancy loss looks at pseudo-labels and at the partition."""
+        return self.redundancy_weight > 0 and self.redundancy == "conditional"
+
+    @property
+    def uses_partition(self) -> bool:
+        return self.factor_weight > 0 or self.is_conditional
+
+    def edges_only(self) -> LossConfig:
+        """The edge loss alone: what the encoder behind the first pseudo-labels is trained with."""
+        target: Any = "self" if self.factor_target == "teacher" else self.factor_target
+        return LossConfig(
+            structure_weight=1.0,
+            factor_weight=0.0,
+            cluster_weight=0.0,
+            redundancy_weight=0.0,
+            sce_power=self.sce_power,
+            factor_direction=self.factor_direction,
+            factor_cosine=self.factor_cosine,
+            factor_target=target,
+        )
+
+    def __post_init__(self) -> None:
+        for name in (
+            "structure_weight",
+            "factor_weight",
+            "redundancy_weight",
+            "redundancy_decorrelation",
+        ):
+            value = getattr(self, name)
+            need(value >= 0, f"loss.{name}", "must not be negative", value)
+        need(
+            0 <= self.teacher_momentum < 1,
+            "loss.teacher_momentum",
+            "must lie in [0, 1)",
+            self.teacher_momentum,
+        )
+        for name in self.extra:
+            need(
+                name in registry.loss_names(),
+                f"loss.extra.{name}",
+                "is not registered; call cimage_dist.register_loss before the config is loaded",
+                self.extra[name],
+            )
+        weights = [
+            self.structure_weight,
+            self.factor_weight,
+            self.cluster_weight,
+            self.redundancy_weight,
+            *self.extra.values(),
+        ]
+        need(
+            any(weights),
+            "loss.structure_weight, loss.factor_weight, loss.cluster_weight and "
+            "loss.redundancy_weight",
+            "must not all be 0: nothing would be trained",
+            weights,
+        )
+        need(
+            1 <= self.sce_power <= 10, "loss.sce_power", "must lie between 1 and 10", self.sce_power
+        )
