@@ -21,6 +21,17 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in settings if text not in overrides], overrides
 
 
+def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
+    """The config a verb starts from; the first file of a sweep is its search space."""
+    from cimage_dist.config_loading import load_config
+
+    if verb != "sweep":
+        return load_config(*paths, overrides=overrides)
+    from cimage_dist.tune.spec import load_sweep
+
+    return load_sweep(paths, overrides).base
+
+
 def config_of(args: argparse.Namespace) -> Config:
     from cimage_dist.config_loading import load_config
 
