@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def _add_flags(parser: argparse.ArgumentParser, is_submit: bool) -> None:
     add(
         "--address", metavar="URL", help="dashboard; default RAY_API_SERVER_ADDRESS, else port 8265"
     )
-    add("--token-file", metavar="FILE", type=Path, help="default RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token")  # fmt: skip
+    add("--token-file", metavar="FILE", type=Path, help="default RAY_AUTH_TOKEN_PATH")
     if is_submit:
         how = parser.add_mutually_exclusive_group()
         how.add_argument("--detach", action="store_true", help="return when the job is accepted")
@@ -118,7 +119,8 @@ def _watch(args: argparse.Namespace, client: Any, job_id: str, resume: str | Non
     from cimage_dist.distributed import jobs
 
     out, note = sys.stderr if args.json else sys.stdout, _noter(args)
-    follower = jobs.Follower(client, job_id, lambda text: print(text, end="", file=out, flush=True), note)  # fmt: skip
+    write = partial(print, end="", file=out, flush=True)
+    follower = jobs.Follower(client, job_id, write, note)
     with jobs.reported(client.get_address()):
         job = follower.watch(ask)
     if job is None:

@@ -26,7 +26,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("job", metavar="<verb> | <kind/name>", help=f"render: {', '.join(JOBS)}; wait: rayjob/NAME")
     sizes = ("cpu-small", "gpu", "gpu-elastic")
     add("--overlay", choices=sizes, default="cpu-small", help="the size to start from")
-    add("--with", dest="components", action="append", default=[], metavar="NAME", help="a component of k8s/components to add, e.g. rdma, priority, volcano")  # fmt: skip
+    extra = "a folder of k8s/components to add: rdma, priority, volcano, ..."
+    add("--with", dest="extra", action="append", default=[], metavar="NAME", help=extra)
     add("--name", help="of the job; default from verb, data, fingerprint and seed")
     add("--namespace", default="cimage", help="default cimage")
     add("--image", help="with its tag or digest; default cimage-dist of this version")
@@ -75,7 +76,7 @@ def _render(args: argparse.Namespace) -> Any:
         settings=tuple(settings),
         files=tuple(paths),
         flags=("--on", "ray") if hasattr(inner, "on") else (),
-        components=tuple(args.components),
+        components=tuple(args.extra),
         **{name: getattr(args, name) for name in (*same, *sizes)},
     )
     documents = render(request, cfg)
@@ -96,9 +97,10 @@ def _wait(args: argparse.Namespace) -> Any:
         text = kubectl("get", kind, name, "--namespace", args.namespace, "-o", "json")
         status = json.loads(text).get("status", {})
         if kind == "job":
-            ended = {item["type"]: item for item in status.get("conditions", []) if item["status"] == "True"}  # fmt: skip
+            true = [item for item in status.get("conditions", []) if item["status"] == "True"]
+            ended = {item["type"]: item.get("message", "") for item in true}
             state = next((end for end in ("Complete", "Failed") if end in ended), "Running")
-            why = ended.get("Failed", {}).get("message", "")
+            why = ended.get(state, "")
         else:
             state = status.get("jobDeploymentStatus") or "Initializing"
             why = " ".join(status.get(key, "") for key in ("jobStatus", "reason", "message"))

@@ -89,12 +89,16 @@ CUSTOM = {"RayJob": "rayjobs", "RayCluster": "rayclusters"}
 UNCHECKED = {"PodMonitor"}
 
 
+def where(path: Any) -> str:
+    return ".".join(map(str, path))
+
+
 def schema_problems(documents: list[Document]) -> list[str]:
     found = []
     for document in documents:
         if document.get("kind") in CUSTOM and HAS_SCHEMAS:
             found += [
-                f"{document['kind']}: {'.'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+                f"RayJob or RayCluster: {where(error.absolute_path)}: {error.message[:200]}"
                 for error in crd(CUSTOM[document["kind"]]).iter_errors(document)
             ]
         elif document.get("kind") not in {*CUSTOM, *UNCHECKED} and HAS_CORE:

@@ -18,7 +18,7 @@ DASHBOARD, METRICS, SOME_PORT = 8265, 8080, 40_123
 
 @dataclass(frozen=True)
 class End:
-    """One end of a connection: a pod of the cluster, of another namespace, or an address outside."""
+    """One end of a connection: a pod here, of another namespace, or an address outside."""
 
     name: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def _is_peer(peer: Document, end: End) -> bool:
 def _passes(
     policies: list[Document], pod: End, other: End, port: int, protocol: str, direction: str
 ) -> bool:
-    """Whether the policies that select `pod` let a connection with `other` through in one direction."""
+    """Whether the policies of `pod` let a connection with `other` through in one direction."""
     key, peers = ("ingress", "from") if direction == "Ingress" else ("egress", "to")
     on_pod = [
         policy["spec"]
@@ -129,30 +129,30 @@ def network_problems(
     for one in inside:
         for two in inside:
             if not (out(one, two, SOME_PORT) and into(two, one, SOME_PORT)):
-                yield f"NetworkPolicy: {one.name} cannot reach {two.name} on every port, which Ray chooses at random"
+                yield f"{one.name} cannot reach {two.name} on every port"
     for operator in OPERATORS if "head" in pods else ():
         if not into(pods["head"], operator, DASHBOARD):
-            yield f"NetworkPolicy: {operator.name} cannot reach the head on {DASHBOARD}; the RayJob waits for ever"
+            yield f"{operator.name} cannot reach the head on {DASHBOARD}; the RayJob waits for ever"
     if "submitter" in pods and not (
         out(pods["submitter"], pods["head"], DASHBOARD)
         and into(pods["head"], pods["submitter"], DASHBOARD)
     ):
-        yield f"NetworkPolicy: the submitter cannot reach the head on {DASHBOARD}"
+        yield f"the submitter cannot reach the head on {DASHBOARD}"
     for pod in inside:
         if not into(pod, PROMETHEUS, METRICS):
-            yield f"NetworkPolicy: Prometheus cannot reach {pod.name} on {METRICS}"
+            yield f"Prometheus cannot reach {pod.name} on {METRICS}"
     for pod in [*inside, *([pods["ingest"]] if "ingest" in pods else [])]:
         if not out(pod, STORAGE, 443):
-            yield f"NetworkPolicy: {pod.name} cannot reach storage on 443"
+            yield f"{pod.name} cannot reach storage on 443"
         if out(pod, METADATA, 443) or out(pod, METADATA, 80):
-            yield f"NetworkPolicy: {pod.name} can reach the cloud's metadata service and the node's credentials"
+            yield f"{pod.name} can reach the cloud's metadata service and the node's credentials"
     for pod in pods.values():
         if not all(out(pod, DNS, 53, protocol) for protocol in ("UDP", "TCP")):
-            yield f"NetworkPolicy: {pod.name} cannot reach DNS on 53, UDP and TCP"
+            yield f"{pod.name} cannot reach DNS on 53, UDP and TCP"
         for stranger in STRANGERS:
             if any(into(pod, stranger, port) for port in (DASHBOARD, 6379, METRICS)):
-                yield f"NetworkPolicy: {stranger.name} can reach {pod.name}; no policy selects it or one is too wide"
+                yield f"{stranger.name} can reach {pod.name}; no policy selects it"
     if is_autoscaling and not (
         out(pods["head"], API_SERVER, 443) and out(pods["head"], API_SERVER, 6443)
     ):
-        yield "NetworkPolicy: the head cannot reach the API server on 443 and 6443, which its autoscaler needs"
+        yield "the head cannot reach the API server on 443 and 6443"

@@ -1,4 +1,4 @@
-"""The image: scripts and Dockerfile are linted, only what it needs is sent to the builder, and the install steps run in a clean environment."""
+"""The image: linted, sent only what it needs, its install steps run in a clean environment."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_image_is_as_the_manifests_expect():
 
 
 def test_what_is_copied_is_not_ignored():
-    """Every source of a COPY exists and has its exception in .dockerignore, which ignores everything else."""
+    """Every source of a COPY exists and is excepted in .dockerignore, which ignores the rest."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert lines[1] == "*"
     for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, flags=re.M):
@@ -90,7 +90,7 @@ def test_the_script_says_what_it_can_do():
 
 @pytest.mark.slow
 def test_the_install_steps_run_in_a_clean_environment(tmp_path):
-    """What the Dockerfile runs, with the default package index; `check` renders a manifest away from the sources."""
+    """What the Dockerfile runs; `check` renders a manifest away from the sources."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     environment = {
         **os.environ,

@@ -184,8 +184,8 @@ RENDERS = {
     "ingest": "ingest configs/large/papers100m.yaml --overlay gpu --fetch gs://bucket/raw",
     "gpu": "pretrain configs/node/cora.yaml --overlay gpu --workers 12 --retries 2 "
     "--image registry.example/cimage@sha256:" + "0" * 64,
-    "small gpu pods": "pretrain configs/large/products.yaml --overlay gpu --gpus-per-pod 2 --workers 5 "
-    "--cpus-per-pod 16 --memory-per-pod 100Gi resources.cpus_per_worker=8",
+    "small gpu pods": "pretrain configs/large/products.yaml --overlay gpu --gpus-per-pod 2 "
+    "--workers 5 --cpus-per-pod 16 --memory-per-pod 100Gi resources.cpus_per_worker=8",
     "elastic": "pretrain configs/large/papers100m.yaml --overlay gpu-elastic --workers 30 "
     "--min-workers 9 --queue team --with rdma --with priority",
 }

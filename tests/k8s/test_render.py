@@ -145,7 +145,7 @@ def test_the_name_follows_from_the_experiment(rendered):
         ("pretrain configs/demo.yaml --image cimage-dist", "not pinned"),
         ("pretrain configs/demo.yaml --image cimage-dist:0.1.0-ray2.59.0-cpu", "holds Ray 2.59.0"),
         (
-            "pretrain configs/node/cora.yaml ./configs/link/cora.yaml configs/../configs/link/cora.yaml",
+            "pretrain ./configs/link/cora.yaml configs/../configs/link/cora.yaml",
             "same name in the pod",
         ),
         ("pretrain configs/demo.yaml --overlay huge", "invalid choice: 'huge'"),

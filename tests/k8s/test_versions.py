@@ -1,4 +1,4 @@
-"""One version of everything, wherever it is written: pyproject, constraints, Makefile, Dockerfile, install script, manifests, launch files."""
+"""One version of everything, wherever it is written."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_image_has_one_python_that_the_project_accepts():
 
 
 def test_whatever_else_names_a_version_of_ray_means_the_same():
-    """Texts of launch/, k8s/ and the image: `Ray 2.60.0`, ray==2.60.0, ray[default]==2.60.0, -ray2.60.0."""
+    """In launch/, k8s/ and the image: `Ray 2.60.0`, ray==2.60.0, ray[default]==2.60.0, ..."""
     found = 0
     for path in [
         ROOT / "Dockerfile",

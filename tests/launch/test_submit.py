@@ -1,4 +1,4 @@
-"""Submitting and following without a cluster: names, attempts, lost connections, Ctrl-C, addresses, tokens, what is uploaded."""
+"""Submitting and following jobs without a cluster."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_log_has_no_gap_and_no_repeat_across_lost_connections(monkeypatch):
                 self.jobs[job_id] = "SUCCEEDED"
             return super().get_job_info(job_id)
 
-    # broken in the middle of a line; refused; closed without an error though the job runs; then the rest but for the last line
+    # broken in the middle of a line; refused; closed though the job runs; all but the last line
     client = Ending(
         {"a": "RUNNING"},
         [
@@ -266,7 +266,7 @@ def test_a_token_comes_from_a_file_or_the_environment_and_none_is_refused(monkey
 
 
 def test_what_is_uploaded(tmp_path):
-    """The real packer with the real excludes: code and configs travel, data, runs and secrets stay."""
+    """The real packer and excludes: code and configs travel, data, runs and secrets stay."""
     from ray._private.runtime_env.packaging import create_package
 
     kept = [
@@ -457,7 +457,10 @@ def test_submit_and_jobs_as_commands(monkeypatch, capsys):
         "metadata"
     ] == {"job_name": "first"}
     assert f"http://127.0.0.1:1/#/jobs/{sent['submission_id']}" in err and "exit code 7" in err
-    resume = "cimage submit --address http://127.0.0.1:1 --token-file my-token --name first pretrain configs/demo.yaml --on ray"
+    resume = (
+        "cimage submit --address http://127.0.0.1:1 --token-file my-token --name first "
+        "pretrain configs/demo.yaml --on ray"
+    )
     assert f"resume: {resume}" in err
     again, _ = verbs.job_line(parse(resume.split()[1:]))
     assert again == sent["entrypoint"].split()[1:]
