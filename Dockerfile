@@ -20,7 +20,7 @@ RUN --mount=type=cache,target=/var/cache/pip launch/install.sh torch
 COPY pyproject.toml constraints.txt ./
 RUN --mount=type=cache,target=/var/cache/pip launch/install.sh dependencies
 COPY README.md LICENSE ./
-COPY k8s/rendered k8s/rendered
+COPY k8s k8s
 COPY cimage_dist cimage_dist
 RUN --mount=type=cache,target=/var/cache/pip launch/install.sh package check
 

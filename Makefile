@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 # The default tests run in this many processes, a file at a time; the slow ones start clusters and run alone.
 TEST_PROCESSES ?= 2
 
-.PHONY: help demo test test-slow test-gpu style check k8s clean
+.PHONY: help demo test test-slow test-gpu style check k8s-check k8s-example clean
 
 help:
 	@echo "make demo       install and pre-train, embed, evaluate a small generated graph"
@@ -18,7 +18,8 @@ help:
 	@echo "make test-gpu   the tests that need CUDA"
 	@echo "make style      format and fix"
 	@echo "make check      lint and type-check"
-	@echo "make k8s        make the rendered manifests of k8s/ anew"
+	@echo "make k8s-check  build every overlay with kubectl kustomize, check schemas and rules"
+	@echo "make k8s-example  write k8s/example.yaml again"
 
 # torch first and alone: the rest then finds its requirement met and brings no second copy.
 $(STAMP): pyproject.toml constraints.txt
@@ -50,8 +51,13 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-k8s: $(STAMP)
-	$(BIN)/python -m cimage_dist.deploy.build
+# Skips with a reason what needs kubectl, kubernetes-validate or KubeRay's schemas (CIMAGE_SCHEMAS).
+k8s-check: $(STAMP)
+	$(BIN)/python -m pytest -q tests/k8s/test_manifests.py tests/k8s/test_mistakes.py
+
+k8s-example:
+	(echo '# Made by `make k8s-example` from k8s/overlays/cpu-small/rayjob-pretrain; do not edit.'; \
+	  kubectl kustomize k8s/overlays/cpu-small/rayjob-pretrain) > k8s/example.yaml
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

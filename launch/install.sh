@@ -60,7 +60,7 @@ check() {
   cd "$(mktemp -d)"
   "$bin/ray" --version
   "$bin/cimage" doctor
-  "$bin/cimage" k8s render pretrain > /dev/null
+  if command -v kubectl > /dev/null; then "$bin/cimage" k8s render pretrain > /dev/null; fi
 }
 
 [[ $# -gt 0 ]] || { sed -n '2,8p' "$0" | cut -c3- >&2; exit 2; }

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cimage_dist.cli.common import split_settings
+from cimage_dist.cli.common import config_for, split_settings
 from cimage_dist.cli.jobs import job_line
 from cimage_dist.cli.main import FAMILIES, parse
-from cimage_dist.deploy.entrypoint import config_for
 from experiments.cell import read_result
 from experiments.document import BEGIN, END, document
 from experiments.render import outdated
@@ -22,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "Makefile",
+    ROOT / "k8s" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "configs").rglob("*.yaml")),
 ]
@@ -30,10 +30,10 @@ DOCUMENTS = [
 def commands(documents: Sequence[Path] = DOCUMENTS) -> list[tuple[str, str]]:
     found = []
     for path in documents:
-        for line in path.read_text().splitlines():
-            for part in re.split(r"&&|`|: (?=cimage )|, or (?=cimage )", line.split("  #")[0]):
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|`| \| | > |: (?=cimage )|, or (?=cimage )", line.split("  #")[0]):
                 text = part.strip().lstrip("#").strip().removeprefix("$(BIN)/")
-                if re.match(r"cimage [a-z]+( |$)", text) and "<" not in text and "..." not in text:
+                if re.match(r"cimage [a-z0-9]+( |$)", text) and "<" not in text and "..." not in text:
                     found.append((str(path.relative_to(ROOT)), text))
     return found
 

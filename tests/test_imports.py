@@ -37,7 +37,7 @@ ALLOWED = {
     "api": RUNS | {"pipeline"},
     "planning": RUNS,
     "tune": RUNS | {"pipeline"},
-    "deploy": BASE | {"tune"},
+    "deploy": BASE,
     "reporting": RUNS | {"pipeline", "tune"},
     "comparison": RUNS | {"pipeline", "reporting", "baselines"},
 }

@@ -34,9 +34,9 @@ from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.train import loop
-from cimage_dist.train.trainer import Trainer
 from cimage_dist.train.refresh import Refresher
 from cimage_dist.train.sink import MemorySink
+from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import CIScores
 from tests.settings import ROUTING, changed
 

@@ -16,9 +16,20 @@ if TYPE_CHECKING:
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(yaml paths, overrides): whatever contains '=' is an override, unless a folder's name holds it."""
+    """(yaml paths, overrides): what contains '=' is an override, unless a folder's name has it."""
     overrides = [text for text in settings if "=" in text and "/" not in text.partition("=")[0]]
     return [text for text in settings if text not in overrides], overrides
+
+
+def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
+    """The config a verb starts from; the first file of a sweep is its search space."""
+    from cimage_dist.config_loading import load_config
+
+    if verb != "sweep":
+        return load_config(*paths, overrides=overrides)
+    from cimage_dist.tune.spec import load_sweep
+
+    return load_sweep(paths, overrides).base
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -29,7 +40,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def on_storage(cfg: Config) -> Config:
-    """Relative paths of data and runs lie below CIMAGE_STORAGE where that is set: a job starts in a copy of the working directory that Ray deletes."""
+    """Relative paths are below CIMAGE_STORAGE where that is set: Ray deletes a job's folder."""
     from cimage_dist.config import run_dir
 
     root = os.environ.get("CIMAGE_STORAGE")
@@ -39,9 +50,11 @@ def on_storage(cfg: Config) -> Config:
     def below(path: str | None) -> str | None:
         return None if path is None else str(Path(root) / path)
 
-    data = dataclasses.replace(cfg.data, path=below(cfg.data.path), root=below(cfg.data.root), store_dir=str(Path(root) / cfg.data.store_dir))
-    cluster = dataclasses.replace(cfg.cluster, labels_path=below(cfg.cluster.labels_path))
-    return dataclasses.replace(cfg, data=data, cluster=cluster, run=dataclasses.replace(cfg.run, dir=str(Path(root) / run_dir(cfg))))
+    replace, store = dataclasses.replace, str(Path(root) / cfg.data.store_dir)
+    data = replace(cfg.data, path=below(cfg.data.path), root=below(cfg.data.root), store_dir=store)
+    cluster = replace(cfg.cluster, labels_path=below(cfg.cluster.labels_path))
+    run = replace(cfg.run, dir=str(Path(root) / run_dir(cfg)))
+    return replace(cfg, data=data, cluster=cluster, run=run)
 
 
 def command_of(args: argparse.Namespace, verb: str) -> str:

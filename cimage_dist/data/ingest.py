@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,6 +248,12 @@ def ingest(data: DataConfig, progress: Callable[[str], None] | None = None) -> t
                     return path, False
                 except UserError as error:
                     _LOG.warning("%s Building it again.", error)
+            if os.environ.get("CIMAGE_INGEST") == "never":
+                raise UserError(
+                    f"The graph {data.name} is not prepared: there is no store {path}. "
+                    "Here it must be made before (CIMAGE_INGEST=never), by the job that "
+                    "`cimage k8s render ingest` prints with the same config."
+                )
             _remove_leftovers(path.parent, data.name)
             progress(f"reading {data.name}")
             raw = source.load(data)

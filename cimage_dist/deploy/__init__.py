@@ -1,1 +1,1 @@
-"""Kubernetes manifests: rendered from k8s/, fitted to a config, checked for what only the operator would complain of. No Ray here."""
+"""Kubernetes manifests: built by kustomize from k8s/, fitted to a config, checked. No Ray here."""

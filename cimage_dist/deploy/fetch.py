@@ -1,7 +1,7 @@
-"""Copy a folder of an object store to a local one: python -m cimage_dist.deploy.fetch s3://bucket/raw data/raw
+"""Copy a folder of an object store: python -m cimage_dist.deploy.fetch s3://bucket/raw data/raw
 
-Any address pyarrow knows (s3://, gs://, hdfs://, file://); its keys come from the environment. Files that are there already with the same
-size are left alone, and each appears under its name only when whole.
+Any address pyarrow knows (s3://, gs://, hdfs://, file://); its keys come from the environment.
+Files that are there already with the same size are left alone; each is renamed when complete.
 """
 
 from __future__ import annotations
@@ -22,16 +22,26 @@ def fetch(address: str, folder: Path) -> int:
         store, root = fs.FileSystem.from_uri(address)
         entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, ValueError) as error:
-        raise UserError(f"{address} cannot be listed: {error}. Give a folder such as s3://bucket/raw, and its keys through the environment.") from None
+        raise UserError(
+            f"{address} cannot be listed: {error}. Give a folder such as s3://bucket/raw, and its "
+            "keys through the environment."
+        ) from None
     copied = 0
     for entry in entries:
         target = folder / Path(entry.path).relative_to(root)
-        if entry.type != fs.FileType.File or (target.is_file() and target.stat().st_size == entry.size):
+        if entry.type != fs.FileType.File or (
+            target.is_file() and target.stat().st_size == entry.size
+        ):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".tmp-{target.name}-{uuid4().hex[:8]}")
         try:
-            fs.copy_files(entry.path, str(part.resolve()), source_filesystem=store, destination_filesystem=fs.LocalFileSystem())
+            fs.copy_files(
+                entry.path,
+                str(part.resolve()),
+                source_filesystem=store,
+                destination_filesystem=fs.LocalFileSystem(),
+            )
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)

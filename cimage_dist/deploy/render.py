@@ -1,8 +1,4 @@
-"""A RayJob for one command: the rendered overlay, fitted to the config that the command loads.
-
-The starting point is k8s/rendered/<overlay>-rayjob-<verb>.yaml, the very file that `kubectl apply -f` takes, so kustomize users and others run the same
-thing. In a checkout it is read from k8s/, in an installation from the package's data files.
-"""
+"""A RayJob (for ingest, a plain Job) for one command, fitted to the config that it loads."""
 
 from __future__ import annotations
 
@@ -10,158 +6,191 @@ import copy
 import math
 import re
 import shlex
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cimage_dist.config import Config, fingerprint
-from cimage_dist.deploy.documents import Document, cluster_spec, of_kind, read
-from cimage_dist.deploy.entrypoint import workers_per_pod
-from cimage_dist.deploy.pods import GPU, limit, pods_of
-from cimage_dist.deploy.quantities import number
-from cimage_dist.deploy.rules import NAME_LENGTH, QUEUE_LABEL, name_problem
+from cimage_dist.deploy.manifests import (
+    GPU,
+    Document,
+    build,
+    cluster_spec,
+    containers,
+    limit,
+    number,
+    of_kind,
+    templates,
+)
 from cimage_dist.errors import UserError
 
-OVERLAYS = ("cpu-small", "gpu", "gpu-elastic")
-VERBS = ("pretrain", "embed", "evaluate", "sweep")
-CHECKOUT = Path(__file__).parents[2] / "k8s" / "rendered"
-INSTALLED = Path(sysconfig.get_path("data")) / "share" / "cimage-dist" / "k8s"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+LONGEST_NAME = 47  # KubeRay adds a suffix to the names of a RayJob's parts
+CONFIGS = "/app/configs"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `cimage k8s render` was asked for. `words`: verb, settings and flags; `settings` among them, and of these the yaml `files`."""
+    """What `cimage k8s render` was asked for; of `settings`, `files` are the yaml files."""
 
-    words: tuple[str, ...]
+    verb: str
     settings: tuple[str, ...]
     files: tuple[str, ...]
+    flags: tuple[str, ...] = ()
     overlay: str = "cpu-small"
+    components: tuple[str, ...] = ()
     name: str | None = None
-    namespace: str | None = None
+    namespace: str = "cimage"
     image: str | None = None
     storage: str | None = None
     fetch: str | None = None
     queue: str | None = None
+    retries: int = 0
     cpus_per_pod: int | None = None
     gpus_per_pod: int | None = None
     memory_per_pod: str | None = None
 
 
-def rendered_file(name: str) -> Path:
-    for folder in (CHECKOUT, INSTALLED):
-        if (folder / name).is_file():
-            return folder / name
-    raise UserError(f"{name} is neither in {CHECKOUT} nor in {INSTALLED}. Install cimage-dist again, or run `make k8s` in a checkout.")
-
-
 def render(request: Request, cfg: Config) -> list[Document]:
-    """The documents to apply: accounts, config, network rules, RayJob."""
-    verb = request.words[0]
-    documents = read(rendered_file(f"{request.overlay}-rayjob-{'sweep' if verb == 'sweep' else 'pretrain'}.yaml"))
-    (job,) = of_kind(documents, "RayJob")
-    name = request.name or default_name(verb, cfg)
-    problem = name_problem(name, NAME_LENGTH["RayJob"])
-    if problem:
-        raise UserError(f"--name: {problem}.")
+    """The documents to apply; the last one is the job."""
+    is_ray, name = request.verb != "ingest", request.name or default_name(request.verb, cfg)
+    if len(name) > LONGEST_NAME or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        raise UserError(
+            f"--name: {name!r} must be lower-case letters, digits and '-', beginning with a letter "
+            f"(DNS-1035), at most {LONGEST_NAME} characters; it has {len(name)}."
+        )
+    if is_ray and request.fetch:
+        raise UserError("--fetch belongs to the job that reads raw files: cimage k8s render ingest")
+    kind = "components/rayjob-pretrain" if is_ray else "components/job-ingest"
+    extra = [f"components/{component}" for component in request.components]
+    documents = build([f"overlays/{request.overlay}/size", kind, *extra], request.namespace)
+    (job,) = of_kind(documents, "RayJob", "Job")
+    (budget,) = of_kind(documents, "PodDisruptionBudget")
+    documents = [item for item in documents if item not in (job, budget)]
     job["metadata"]["name"] = name
-    _fit(cluster_spec(job), cfg, request)
-    _configure(documents, job, request)
-    for pod in pods_of(job):
-        for container in pod.every_container if request.image else ():
-            container["image"] = request.image
-        for volume in pod.spec["volumes"]:
-            if "persistentVolumeClaim" in volume and request.storage:
-                volume["persistentVolumeClaim"]["claimName"] = request.storage
+    if is_ray:
+        fit(cluster_spec(job), cfg, request)
+        job["spec"]["backoffLimit"] = request.retries
+        budget["metadata"]["name"] = f"{name}-head"
+        budget["spec"]["selector"]["matchLabels"][INSTANCE_LABEL] = name
+        documents.append(budget)
+    configs = _set_command(job, request)
     if request.fetch:
-        _fetch_first(cluster_spec(job)["headGroupSpec"]["template"]["spec"], request.fetch)
+        _fetch_first(job["spec"]["template"]["spec"], request.fetch)
+    for template in templates(job).values():
+        template["metadata"]["labels"][INSTANCE_LABEL] = name
+        for container in containers(template) if request.image else ():
+            container["image"] = request.image
+        for volume in template["spec"]["volumes"] if request.storage else ():
+            if "persistentVolumeClaim" in volume:
+                volume["persistentVolumeClaim"]["claimName"] = request.storage
+    _check_image(job)
     if request.queue:
         job["metadata"].setdefault("labels", {})[QUEUE_LABEL] = request.queue
-    for document in documents:
-        document["metadata"]["namespace"] = request.namespace or document["metadata"]["namespace"]
-    return documents
+    return [*documents, *configs, job]
 
 
 def default_name(verb: str, cfg: Config) -> str:
     """The same experiment gets the same name, so applying it twice does not train twice."""
-    dataset = re.sub(r"[^a-z0-9]+", "-", cfg.data.name.lower()).strip("-")[:16].strip("-")
-    return f"cimage-{verb}-{dataset}-{fingerprint(cfg)[:6]}-s{cfg.run.seed}"
+    data = re.sub(r"[^a-z0-9]+", "-", cfg.data.name.lower()).strip("-")[:16].strip("-")
+    return f"cimage-{verb}-{data}-{fingerprint(cfg)[:6]}-s{cfg.run.seed}"
 
 
 def pod_paths(files: Sequence[str]) -> dict[str, str]:
-    """Where each yaml file is seen in the pod: below configs/ as in a checkout, by its bare name if it comes from elsewhere."""
-    paths = {file: file if file.startswith("configs/") and ".." not in Path(file).parts else f"configs/{Path(file).name}" for file in files}
+    """Where the pod sees each yaml file: as in a checkout, else configs/ and its bare name."""
+    paths = {}
+    for file in files:
+        is_ours = file.startswith("configs/") and ".." not in Path(file).parts
+        paths[file] = file if is_ours else f"configs/{Path(file).name}"
     twice = [file for file in paths if list(paths.values()).count(paths[file]) > 1]
     if twice:
-        raise UserError(f"{' and '.join(twice)} would have the same name in the pod. Rename one.")
+        raise UserError(f"{' and '.join(twice)} have the same name in the pod. Rename one.")
     return paths
 
 
-def _configure(documents: list[Document], job: Document, request: Request) -> None:
-    """Entrypoint, staging command and ConfigMap from the given files."""
-    paths = pod_paths(request.files)
-    words = [paths.get(word, word) for word in request.words]
-    job["spec"]["entrypoint"] = shlex.join(["cimage", *words])
-    head = cluster_spec(job)["headGroupSpec"]["template"]["spec"]
-    settings = [paths.get(word, word) for word in request.settings]
-    if request.words[0] == "sweep":  # its space and its own keys say nothing about the data
-        settings = [word for word in settings if word != paths[request.files[0]] and not word.startswith("sweep.")]
-    (stage,) = [item for item in head["initContainers"] if item["name"] == "stage"]
-    stage["args"] = settings
-    (configs,) = of_kind(documents, "ConfigMap")
-    configs["metadata"]["name"] = f"{job['metadata']['name']}-configs"
-    config_map, items = config_entries({path: Path(file).read_text() for file, path in paths.items()})
-    configs["data"] = config_map
-    (volume,) = [item["configMap"] for item in head["volumes"] if "configMap" in item]
-    volume.update(name=configs["metadata"]["name"], items=items)
+def _set_command(job: Document, request: Request) -> list[Document]:
+    """Entrypoint or arguments; the ConfigMap of the yaml files, mounted over the image's own."""
+    paths, name = pod_paths(request.files), job["metadata"]["name"]
+    words = [paths.get(word, word) for word in request.settings]
+    if job["kind"] == "Job":
+        job["spec"]["template"]["spec"]["containers"][0]["args"] = words
+    else:
+        job["spec"]["entrypoint"] = shlex.join(["cimage", request.verb, *words, *request.flags])
+    if not paths:
+        return []
+    texts = {path.removeprefix("configs/"): Path(file).read_text() for file, path in paths.items()}
+    keys = {path: path.replace("/", ".") for path in sorted(texts)}  # a key cannot contain '/'
+    items = [{"key": key, "path": path} for path, key in keys.items()]
+    pod = next(iter(templates(job).values()))["spec"]  # ingest, or the head: the driver runs there
+    source = {"name": f"{name}-configs", "items": items}
+    pod["volumes"].append({"name": "configs", "configMap": source})
+    mount = {"name": "configs", "mountPath": CONFIGS, "readOnly": True}
+    pod["containers"][0]["volumeMounts"].append(mount)
+    metadata = {"name": f"{name}-configs", "namespace": request.namespace}
+    data = {key: texts[path] for path, key in keys.items()}
+    return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}]
 
 
-def config_entries(texts: dict[str, str]) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """ConfigMap data and volume items for files named configs/...: keys cannot hold '/', paths can."""
-    inside = {path.removeprefix("configs/"): text for path, text in sorted(texts.items())}
-    return {path.replace("/", "."): text for path, text in inside.items()}, [{"key": path.replace("/", "."), "path": path} for path in inside]
-
-
-def _fit(spec: Document, cfg: Config, request: Request) -> None:
-    """Pod size as asked, replicas from resources.num_workers and min_workers; impossible wishes are refused."""
+def fit(spec: Document, cfg: Config, request: Request) -> None:
+    """Pod size as asked, replicas from resources.*; refuses what cannot run."""
     (group,) = spec["workerGroupSpecs"]
     container = group["template"]["spec"]["containers"][0]
-    for key, wish in (("cpu", request.cpus_per_pod), ("memory", request.memory_per_pod), (GPU, request.gpus_per_pod)):
+    wishes = {"cpu": request.cpus_per_pod, "memory": request.memory_per_pod}
+    for key, wish in {**wishes, GPU: request.gpus_per_pod}.items():
         if wish is None:
             continue
         if number(wish) <= 0:
             raise UserError(f"A worker pod needs some {key}; got {wish}.")
         if key == GPU and not limit(container, GPU):
-            raise UserError(f"--gpus-per-pod: the overlay {request.overlay} has no GPUs; use --overlay gpu.")
+            raise UserError(f"--gpus-per-pod: {request.overlay} has no GPUs; use --overlay gpu.")
         for part in ("requests", "limits"):
             container["resources"][part][key] = str(wish)
-    res = cfg.resources
-    gpus = int(limit(container, GPU))
+    res, gpus = cfg.resources, int(limit(container, GPU))
     if res.device == "cuda" and not gpus:
-        raise UserError(f"resources.device is cuda, but pods of the overlay {request.overlay} have no GPU. Use --overlay gpu.")
-    if res.device == "cpu" and gpus:
         raise UserError(
-            f"resources.device is cpu, but pods of the overlay {request.overlay} have {gpus} GPUs. Use --overlay cpu-small or resources.device=cuda."
+            f"resources.device is cuda, but pods of the overlay {request.overlay} have no GPU. "
+            "Use --overlay gpu."
         )
-    per_pod = workers_per_pod(cfg, container)
+    if res.device != "cuda" and gpus:
+        raise UserError(
+            f"resources.device is {res.device}, but pods of the overlay {request.overlay} have "
+            f"{gpus} GPUs. Use --overlay cpu-small or resources.device=cuda."
+        )
+    per_pod = int(limit(container, "cpu")) // res.cpus_per_worker
+    per_pod = min(per_pod, gpus) if gpus else per_pod
     if per_pod < 1:
-        needs = f"{res.cpus_per_worker} CPUs{' and 1 GPU' if gpus else ''}"
         raise UserError(
-            f"A worker needs {needs}, a pod has {limit(container, 'cpu'):g} CPUs{f' and {gpus} GPUs' if gpus else ''}. Raise --cpus-per-pod or lower resources.cpus_per_worker."
+            f"A worker needs {res.cpus_per_worker} CPUs, a pod has {limit(container, 'cpu'):g} "
+            "CPUs. Raise --cpus-per-pod or lower resources.cpus_per_worker."
         )
-    most = math.ceil(res.num_workers / per_pod)
-    least = most
+    least = most = math.ceil(res.num_workers / per_pod)
     if spec.get("enableInTreeAutoscaling"):
         if not res.min_workers:
-            raise UserError("The overlay gpu-elastic needs a range of workers: give --min-workers (resources.min_workers) beside resources.num_workers.")
+            raise UserError(
+                "The overlay gpu-elastic needs a range of workers: give --min-workers "
+                "(resources.min_workers) beside resources.num_workers."
+            )
         least = math.ceil(res.min_workers / per_pod)
     group.update(replicas=least, minReplicas=least, maxReplicas=most)
 
 
-def _fetch_first(head: Document, address: str) -> None:
-    """An init container before staging that copies raw files from an object store; see k8s/components/object-store."""
-    container: dict[str, Any] = copy.deepcopy(next(item for item in head["initContainers"] if item["name"] == "stage"))
-    container.update(name="fetch", command=["python", "-m", "cimage_dist.deploy.fetch"], args=[address, "/storage/data/raw"])
+def _check_image(job: Document) -> None:
+    """Pinned, and with the Ray that the manifest names: driver and workers refuse another."""
+    image = containers(next(iter(templates(job).values())))[0]["image"]
+    tag = image.rpartition("/")[2].partition(":")[2]
+    if "@sha256:" not in image and tag in ("", "latest"):
+        raise UserError(f"The image {image!r} is not pinned; give it a tag or a digest.")
+    named = re.search(r"ray(\d+\.\d+\.\d+)", tag)
+    version = cluster_spec(job)["rayVersion"] if job["kind"] == "RayJob" else None
+    if named and version and named[1] != version:
+        raise UserError(f"The image {image} holds Ray {named[1]}; this needs Ray {version}.")
+
+
+def _fetch_first(pod: Document, address: str) -> None:
+    """An init container that copies raw files from an object store (components/object-store)."""
+    container = copy.deepcopy(pod["containers"][0])
+    command = ["python", "-m", "cimage_dist.deploy.fetch"]
+    container.update(name="fetch", command=command, args=[address, "/storage/data/raw"])
     container["envFrom"] = [{"secretRef": {"name": "cimage-object-store", "optional": True}}]
-    head["initContainers"].insert(0, container)
+    pod["initContainers"] = [container]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cimage_dist.cli.main import main as cimage
 from cimage_dist.deploy.fetch import main
 
 
@@ -27,7 +28,7 @@ def test_files_arrive_and_are_not_copied_twice(store, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("address", ["file:///no/such/folder", "nonsense://x/y", "not an address"])
-def test_a_wrong_address_is_told(address, tmp_path, capsys):
+def test_a_wrong_address_is_reported(address, tmp_path, capsys):
     assert main([address, str(tmp_path)]) == 2
     assert "cannot be listed" in capsys.readouterr().err
 
@@ -35,3 +36,16 @@ def test_a_wrong_address_is_told(address, tmp_path, capsys):
 def test_usage(capsys):
     assert main(["one"]) == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_where_ingest_is_another_jobs_task_an_absent_graph_is_an_error(
+    monkeypatch, tmp_path, capsys
+):
+    line = ["data.name=sbm", "data.sbm.num_nodes=50", f"data.store_dir={tmp_path}"]
+    monkeypatch.setenv("CIMAGE_INGEST", "never")
+    assert cimage(["ingest", *line]) == 2
+    assert "cimage k8s render ingest" in capsys.readouterr().err
+    monkeypatch.delenv("CIMAGE_INGEST")
+    assert cimage(["ingest", *line]) == 0
+    monkeypatch.setenv("CIMAGE_INGEST", "never")
+    assert cimage(["ingest", *line]) == 0, "it is there"

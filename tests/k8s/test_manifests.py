@@ -1,129 +1,221 @@
-"""Every manifest: rendered files are current and the same as kustomize's, all documents pass schemas, rules and the real command line."""
+"""Every overlay, built by the real kustomize: schemas, rules, real command line, size, example."""
 
 from __future__ import annotations
 
-import os
+import copy
+import shlex
 import shutil
-import subprocess
+import tomllib
 
 import pytest
-import yaml
 
-from cimage_dist.cli.main import build_parser, main
-from cimage_dist.deploy import build, kustomize
-from cimage_dist.deploy.documents import of_kind, read
-from cimage_dist.deploy.pods import pods_of
-from tests.k8s.checkers import HAS_CORE, HAS_SCHEMAS, NO_CORE, NO_SCHEMAS, ROOT, all_problems, own_problems, schema_problems
+from cimage_dist.cli.common import config_for, split_settings
+from cimage_dist.cli.main import main
+from cimage_dist.cli.main import parse as parse_line
+from cimage_dist.deploy.manifests import cluster_spec, containers, number, of_kind, parse, templates
+from cimage_dist.deploy.render import Request, fit
+from tests.k8s.checkers import (
+    ROOT,
+    all_problems,
+    built,
+    needs_core,
+    needs_kubectl,
+    needs_schemas,
+    overlays,
+    rule_problems,
+    schema_problems,
+    workload,
+)
 
-RENDERED = sorted((ROOT / "k8s" / "rendered").glob("*.yaml"))
-OVERLAYS = sorted((ROOT / "k8s" / "overlays").glob("*/ray*"))
-COMPONENTS = ("kueue", "volcano", "podmonitor", "object-store")
-needs_schemas = pytest.mark.skipif(not HAS_SCHEMAS, reason=NO_SCHEMAS)
-needs_core = pytest.mark.skipif(not HAS_CORE, reason=NO_CORE)
-
-
-def missing_sweep(documents) -> str | None:
-    """Why a sweep's entrypoint cannot be checked in this version: no such verb, or its search space is not in configs/."""
-    verbs = build_parser()._subparsers._group_actions[0].choices
-    for job in of_kind(documents, "RayJob"):
-        verb, *words = job["spec"]["entrypoint"].split()[1:]
-        absent = [word for word in words if word.startswith("configs/sweeps/") and not (ROOT / word).is_file()]
-        if verb == "sweep" and (absent or verb not in verbs):
-            return f"not in this version: {absent or 'the verb sweep'}"
-    return None
+pytestmark = needs_kubectl
+LEAVES = [folder for folder in overlays() if folder.parent.name != "setup"]
+JOBS = [folder for folder in LEAVES if folder.name.startswith(("rayjob", "job"))]
 
 
-def test_the_generated_files_are_current():
-    files = {**build.generated(ROOT), **build.rendered(ROOT)}
-    stale = [str(path.relative_to(ROOT)) for path, text in files.items() if not path.is_file() or path.read_text() != text]
-    assert not stale, f"run `make k8s`: {stale}"
-    assert set(RENDERED) == {path for path in files if path.parent.name == "rendered"}
+def name(folder) -> str:
+    return f"{folder.parent.name}-{folder.name}"
 
 
-def test_what_the_issue_promises_is_there():
-    names = {path.stem for path in RENDERED}
-    workloads = ("rayjob-pretrain", "rayjob-sweep", "raycluster-dev")
-    assert names == {f"{size}-{kind}" for size in ("cpu-small", "gpu", "gpu-elastic") for kind in workloads} | {"setup-shared", "setup-single-node"}
-
-
-@pytest.mark.parametrize("folder", build.sources(ROOT), ids=lambda p: f"{p.parent.name}-{p.name}")
-def test_our_renderer_agrees_with_kustomize(folder):
-    documents = kustomize.build(folder)
-    assert as_set(kustomize_binary(folder)) == as_set(documents)
-
-
-def kustomize_binary(folder):
-    """The real thing, offline and without any cluster's configuration."""
-    tool = [shutil.which("kustomize"), "build"] if shutil.which("kustomize") else [shutil.which("kubectl"), "kustomize"]
-    if tool[0] is None:
-        pytest.skip("neither kustomize nor kubectl is installed")
-    out = subprocess.run([*tool, str(folder)], capture_output=True, text=True, check=True, env={**os.environ, "KUBECONFIG": os.devnull})
-    return list(yaml.safe_load_all(out.stdout))
-
-
-def as_set(documents):
-    return {(item["kind"], item["metadata"]["name"]): item for item in documents}
+def test_what_is_promised_is_there():
+    kinds = ("job-ingest", "rayjob-pretrain", "rayjob-sweep", "raycluster-dev")
+    sizes = ("cpu-small", "gpu", "gpu-elastic")
+    assert {name(folder) for folder in LEAVES} == {f"{a}-{b}" for a in sizes for b in kinds}
 
 
 @needs_core
 @needs_schemas
-@pytest.mark.parametrize("path", RENDERED, ids=lambda p: p.stem)
-def test_a_rendered_file_passes_everything(path):
-    documents = read(path)
-    assert schema_problems(documents) == []
-    reason = missing_sweep(documents)
-    if reason:
-        pytest.skip(f"schemas checked, entrypoint not: {reason}")
-    assert own_problems(documents) == []
+@pytest.mark.parametrize("folder", overlays(), ids=name)
+def test_an_overlay_passes_the_schemas(folder):
+    assert schema_problems(built(folder)) == []
+
+
+@pytest.mark.parametrize("folder", LEAVES, ids=name)
+def test_an_overlay_passes_the_rules(folder):
+    assert rule_problems(built(folder)) == []
+
+
+@pytest.mark.parametrize("folder", JOBS, ids=name)
+def test_its_command_parses_and_fits_the_pods(folder, monkeypatch):
+    """The image holds configs/, so the files are those of the repository."""
+    monkeypatch.chdir(ROOT)
+    job = workload(built(folder))
+    if job["kind"] == "Job":
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["command"] == ["cimage", "ingest"]
+        line = shlex.split(workload(built(folder.parent / "rayjob-pretrain"))["spec"]["entrypoint"])
+        trained = config_for("pretrain", *split_settings(parse_line(line[1:]).settings))
+        ingested = config_for("ingest", *split_settings(container["args"]))
+        assert ingested.data == trained.data, "the graph that training opens"
+        return
+    program, *words = shlex.split(job["spec"]["entrypoint"])
+    args = parse_line(words)
+    assert program == "cimage" and getattr(args, "on", "ray") == "ray"
+    cfg = config_for(args.verb, *split_settings(args.settings))
+    if args.verb == "pretrain":
+        fitted = copy.deepcopy(cluster_spec(job))
+        fit(fitted, cfg, Request("pretrain", (), ()))
+        assert fitted == cluster_spec(job), "replicas follow from resources.*"
+
+
+def test_the_example_is_current():
+    expected = built(ROOT / "k8s" / "overlays" / "cpu-small" / "rayjob-pretrain")
+    assert parse((ROOT / "k8s" / "example.yaml").read_text()) == expected, "run `make k8s-example`"
+
+
+# Requests of the pods of a kind cluster (kubeadm's static pods, CoreDNS, kindnet) and of KubeRay.
+SYSTEM = {
+    "kube-apiserver": ("250m", "0"),
+    "kube-controller-manager": ("200m", "0"),
+    "kube-scheduler": ("100m", "0"),
+    "etcd": ("100m", "100Mi"),
+    "coredns, first": ("100m", "70Mi"),
+    "coredns, second": ("100m", "70Mi"),
+    "kindnet": ("100m", "50Mi"),
+    "kuberay-operator": ("100m", "512Mi"),
+}
+# k8s/README.md asks for 4 CPUs and 12 GiB; the kernel and the eviction threshold take a part.
+ALLOCATABLE = {"cpu": 4.0, "memory": 11.5 * 2**30}
+
+
+def requested(document) -> dict[str, float]:
+    """Sum over all pods; init containers run before, so a pod needs the larger of the two."""
+    total = dict.fromkeys(ALLOCATABLE, 0.0)
+    for role, pod in templates(document).items():
+        times = (
+            cluster_spec(document)["workerGroupSpecs"][0]["maxReplicas"] if role == "worker" else 1
+        )
+        for key in total:
+            sizes = {
+                kind: [
+                    number(item["resources"]["requests"][key]) for item in pod["spec"].get(kind, [])
+                ]
+                for kind in ("initContainers", "containers")
+            }
+            first = max(sizes["initContainers"], default=0.0)
+            total[key] += times * max(first, sum(sizes["containers"]))
+    return total
+
+
+@pytest.mark.parametrize(
+    "kind", ["job-ingest", "rayjob-pretrain", "rayjob-sweep", "raycluster-dev"]
+)
+def test_cpu_small_fits_the_machine_of_the_walk_through(kind):
+    readme = (ROOT / "k8s" / "README.md").read_text()
+    assert "4 CPUs and 12 GiB" in readme
+    ours = requested(workload(built(ROOT / "k8s" / "overlays" / "cpu-small" / kind)))
+    for position, key in enumerate(("cpu", "memory")):
+        system = sum(number(sizes[position]) for sizes in SYSTEM.values())
+        assert ours[key] + system <= ALLOCATABLE[key], (key, ours[key], system)
+
+
+def test_only_the_autoscaler_has_the_api_token():
+    spec = cluster_spec(
+        workload(built(ROOT / "k8s" / "overlays" / "gpu-elastic" / "rayjob-pretrain"))
+    )
+    assert "api-token" in {mount["name"] for mount in spec["autoscalerOptions"]["volumeMounts"]}
+    head = spec["headGroupSpec"]["template"]["spec"]
+    assert head["automountServiceAccountToken"] is False
+    assert "api-token" in {volume["name"] for volume in head["volumes"]}
+
+
+def test_user_errors_are_not_retried_and_gpus_do_not_wait_for_ingest():
+    for size in ("cpu-small", "gpu", "gpu-elastic"):
+        folder = ROOT / "k8s" / "overlays" / size
+        job = workload(built(folder / "rayjob-pretrain"))
+        assert job["spec"]["backoffLimit"] == 0
+        (head,) = containers(templates(job)["head"])
+        assert {"name": "CIMAGE_INGEST", "value": "never"} in head["env"]
+        ingest = workload(built(folder / "job-ingest"))
+        (rule,) = ingest["spec"]["podFailurePolicy"]["rules"]
+        assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]
+        (container,) = containers(templates(ingest)["ingest"])
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
 @needs_core
 @needs_schemas
-@pytest.mark.parametrize(("component", "overlay"), zip(COMPONENTS, ("cpu-small", "gpu", "gpu-elastic", "gpu-elastic"), strict=True))
+@pytest.mark.parametrize(
+    ("component", "overlay"),
+    [
+        ("kueue", "cpu-small/rayjob-pretrain"),
+        ("volcano", "gpu/rayjob-pretrain"),
+        ("podmonitor", "gpu-elastic/rayjob-sweep"),
+        ("object-store", "gpu-elastic/job-ingest"),
+        ("rdma", "gpu/rayjob-pretrain"),
+        ("priority", "gpu-elastic/rayjob-pretrain"),
+    ],
+)
 def test_a_component_can_be_added(component, overlay, tmp_path):
     shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
-    leaf = tmp_path / "k8s" / "overlays" / overlay / "rayjob-pretrain" / "kustomization.yaml"
-    mine = leaf.parent.parent / "mine"
+    mine = tmp_path / "k8s" / "overlays" / "mine"
     mine.mkdir()
-    extra = f"\n  - ../../../components/{component}\npatches:"
     (mine / "kustomization.yaml").write_text(
-        leaf.read_text().replace("\npatches:", extra).replace("initContainers/0/args", f"initContainers/{int(component == 'object-store')}/args")
+        f"resources: [../{overlay}]\ncomponents: [../../components/{component}]\n"
     )
-    documents = kustomize.build(mine)
-    assert as_set(documents) != as_set(kustomize.build(leaf.parent))
+    documents = built(mine)
+    assert documents != built(ROOT / "k8s" / "overlays" / overlay)
     assert all_problems(documents) == []
-    assert as_set(kustomize_binary(mine)) == as_set(documents)
 
 
 RENDERS = {
     "demo": "pretrain configs/demo.yaml configs/resources/laptop.yaml",
     "no files": "pretrain data.name=sbm --name sbm --namespace graphs --storage nfs",
     "embed": "embed configs/demo.yaml",
-    "gpu": "pretrain configs/node/cora.yaml --overlay gpu --workers 12 --image registry.example/cimage@sha256:" + "0" * 64,
-    "small gpu pods": "pretrain configs/large/products.yaml --overlay gpu --gpus-per-pod 2 --cpus-per-pod 16 --memory-per-pod 100Gi resources.cpus_per_worker=8 --workers 5",
-    "elastic": "pretrain configs/large/papers100m.yaml --overlay gpu-elastic --workers 30 --min-workers 9 --queue team --fetch gs://bucket/raw",
+    "ingest": "ingest configs/large/papers100m.yaml --overlay gpu --fetch gs://bucket/raw",
+    "gpu": "pretrain configs/node/cora.yaml --overlay gpu --workers 12 --retries 2 "
+    "--image registry.example/cimage@sha256:" + "0" * 64,
+    "small gpu pods": "pretrain configs/large/products.yaml --overlay gpu --gpus-per-pod 2 "
+    "--workers 5 --cpus-per-pod 16 --memory-per-pod 100Gi resources.cpus_per_worker=8",
+    "elastic": "pretrain configs/large/papers100m.yaml --overlay gpu-elastic --workers 30 "
+    "--min-workers 9 --queue team --with rdma --with priority",
 }
 
 
 @needs_core
 @needs_schemas
 @pytest.mark.parametrize("line", RENDERS.values(), ids=RENDERS)
-def test_the_output_of_render_passes_everything(line, capsys, monkeypatch, tmp_path):
+def test_the_output_of_render_passes_everything(line, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["k8s", "render", *line.split()]) == 0
-    (tmp_path / "job.yaml").write_text(capsys.readouterr().out)
-    documents = read(tmp_path / "job.yaml")
-    assert {item["kind"] for item in documents} == {"ServiceAccount", "ConfigMap", "NetworkPolicy", "RayJob"}
-    assert all_problems(documents) == []
+    assert all_problems(parse(capsys.readouterr().out)) == []
 
 
-def test_the_single_node_claim_is_the_exception_that_says_so():
-    shared, single = (next(of_kind(kustomize.build(ROOT / "k8s" / "setup" / name), "PersistentVolumeClaim")) for name in ("shared", "single-node"))
-    assert shared["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert single["spec"]["accessModes"] == ["ReadWriteOnce"]
+def test_the_claims():
+    def modes(folder):
+        (claim,) = of_kind(built(ROOT / "k8s" / "setup" / folder), "PersistentVolumeClaim")
+        return claim["spec"]["accessModes"]
+
+    assert modes("shared") == ["ReadWriteMany"], "pods on several nodes write there"
+    assert modes("single-node") == ["ReadWriteOnce"]
 
 
-@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda p: f"{p.parent.name}-{p.name}")
-def test_all_containers_run_the_same_image(folder):
-    (document,) = of_kind(kustomize.build(folder), "RayJob", "RayCluster")
-    assert len({container["image"] for pod in pods_of(document) for container in pod.every_container}) == 1
+def test_what_render_needs_is_installed():
+    """Folders of the wheel: all but the overlays' examples, which name files of a checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shipped = project["tool"]["setuptools"]["data-files"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "k8s").rglob("*.yaml")}
+    examples = {folder.relative_to(ROOT) for folder in LEAVES}
+    wanted = {str(folder) for folder in folders - examples if folder.name != "k8s"}
+    assert {place.removeprefix("share/cimage-dist/") for place in shipped} == {*wanted, "launch"}
+    for place, patterns in shipped.items():
+        assert patterns == [f"{place.removeprefix('share/cimage-dist/')}/*.yaml"]

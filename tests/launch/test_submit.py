@@ -1,4 +1,4 @@
-"""Submitting and following without a cluster: names, attempts, lost connections, Ctrl-C, addresses, tokens, what is uploaded."""
+"""Submitting and following jobs without a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cimage_dist.cli.common import config_of
 from cimage_dist.cli.main import FAMILIES, main, parse
 from cimage_dist.config import run_dir
 from cimage_dist.config_loading import load_config
-from cimage_dist.distributed import job_env, job_follow, job_ids, jobs
+from cimage_dist.distributed import jobs
 from cimage_dist.errors import UserError
 from tests.launch.conftest import RAY_VARIABLES, ROOT, FakeClient, FakeJob
 
@@ -25,18 +25,22 @@ from tests.launch.conftest import RAY_VARIABLES, ROOT, FakeClient, FakeJob
 @pytest.fixture(autouse=True)
 def no_ray_variables(monkeypatch, tmp_path):
     for name in RAY_VARIABLES:
-        monkeypatch.setenv(name, "x")  # remembered, so that what the code under test sets is undone too
+        monkeypatch.setenv(
+            name, "x"
+        )  # remembered, so that what the code under test sets is undone too
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def identity(*settings: str, verb: str = "pretrain", extras: tuple[str, ...] = ()) -> str:
-    return job_ids.base_id(verb, load_config(overrides=settings), extras)
+    return jobs.base_id(verb, load_config(overrides=settings), extras)
 
 
 def test_the_same_experiment_has_the_same_name_and_another_has_another():
     plain = identity("train.epochs=3")
-    assert plain == identity("train.epochs=3", "resources.num_workers=4", "data.store_dir=elsewhere", "run.log_every=1")
+    assert plain == identity(
+        "train.epochs=3", "resources.num_workers=4", "data.store_dir=elsewhere", "run.log_every=1"
+    )
     others = [
         identity("train.epochs=4"),
         identity("train.epochs=3", "run.seed=1"),
@@ -48,12 +52,6 @@ def test_the_same_experiment_has_the_same_name_and_another_has_another():
     assert identity("data.name=ogbn-arxiv").startswith("pretrain-ogbn-arxiv-")
     scored = [identity(verb="evaluate"), identity("eval.few_labels=[7]", verb="evaluate")]
     assert scored[0] != scored[1]
-
-
-def test_attempts_are_counted_within_one_experiment():
-    assert job_ids.last_attempt("a-s1", []) == 0
-    assert job_ids.last_attempt("a-s1", ["a-s1", "a-s1-try3", "a-s12", "a-s1-trying", "b"]) == 3
-    assert job_ids.attempt_id("a", 1) == "a" and job_ids.attempt_of(job_ids.attempt_id("a", 2), "a") == 2
 
 
 @pytest.mark.parametrize(
@@ -68,12 +66,13 @@ def test_attempts_are_counted_within_one_experiment():
         ({"a": "FAILED"}, False, "a-try2", True),
         ({"a": "FAILED", "a-try2": "RUNNING"}, False, "a-try2", False),
         ({"a": "STOPPED", "a-try2": "STOPPED"}, False, "a-try3", True),
+        ({"a": "FAILED", "a-try10": "FAILED", "a-trying": "RUNNING"}, False, "a-try11", True),
     ],
 )
 def test_submitting_twice_runs_once(known, again, expected, is_new):
     client = FakeClient(dict(known))
-    sent = jobs.submit_once(client, "a", "cimage show", {}, {}, again)
-    assert (sent.job_id, sent.is_new) == (expected, is_new)
+    job_id, status = jobs.submit_once(client, "a", again, entrypoint="cimage show")
+    assert (job_id, status) == (expected, None if is_new else known[expected])
     assert [what["submission_id"] for what in client.submitted] == ([expected] if is_new else [])
 
 
@@ -81,9 +80,11 @@ def test_two_at_the_same_moment_share_the_job():
     class Raced(FakeClient):
         def submit_job(self, **what):
             self.jobs["a"] = "RUNNING"  # the other one was faster
-            raise RuntimeError("Request failed with status code 500: Job with submission_id a already exists.")
+            raise RuntimeError(
+                "Request failed with status code 500: Job with submission_id a already exists."
+            )
 
-    assert jobs.submit_once(Raced(), "a", "cimage show", {}, {}, again=False) == jobs.Submission("a", is_new=False, status="RUNNING")
+    assert jobs.submit_once(Raced(), "a", again=False) == ("a", "RUNNING")
 
 
 def test_a_refusal_of_the_server_is_told():
@@ -92,18 +93,27 @@ def test_a_refusal_of_the_server_is_told():
             raise RuntimeError("no room")
 
     with pytest.raises(UserError, match="no room"):
-        jobs.submit_once(Refusing(), "a", "cimage show", {}, {}, again=False)
+        jobs.submit_once(Refusing(), "a", again=False)
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "expected"), [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", -9, 137), ("FAILED", None, 1), ("STOPPED", None, 143)]
+    ("status", "code", "expected"),
+    [
+        ("SUCCEEDED", 0, 0),
+        ("FAILED", 2, 2),
+        ("FAILED", -9, 137),
+        ("FAILED", None, 1),
+        ("STOPPED", None, 143),
+    ],
 )
 def test_exit_codes(status, code, expected):
-    assert jobs.exit_code(status, code) == expected
+    assert jobs.describe(FakeJob("a", status, code))["exit_code"] == expected
 
 
 def test_a_job_is_found_by_the_beginning_of_its_id_and_shown_without_its_variables():
-    client = FakeClient({"pretrain-a": "RUNNING", "pretrain-b": "FAILED", "pretrain-b-try2": "RUNNING"})
+    client = FakeClient(
+        {"pretrain-a": "RUNNING", "pretrain-b": "FAILED", "pretrain-b-try2": "RUNNING"}
+    )
     assert jobs.find_job(client, "pretrain-b") == "pretrain-b"
     assert jobs.find_job(client, "pretrain-b-") == "pretrain-b-try2"
     for given, message in (("pretrain", "Several"), ("embed", "no job 'embed'")):
@@ -112,14 +122,14 @@ def test_a_job_is_found_by_the_beginning_of_its_id_and_shown_without_its_variabl
     assert "secret" not in repr(jobs.describe(FakeJob("a", "RUNNING")))
 
 
-def followed(client: FakeClient, ask=None) -> tuple[object, str, list[str]]:
+def followed(client: FakeClient, ask=lambda: "stop") -> tuple[object, str, list[str]]:
     shown: list[str] = []
     notes: list[str] = []
-    return job_follow.watch(job_follow.Follower(client, "a", shown.append, notes.append), ask), "".join(shown), notes
+    return jobs.Follower(client, "a", shown.append, notes.append).watch(ask), "".join(shown), notes
 
 
 def test_a_log_has_no_gap_and_no_repeat_across_lost_connections(monkeypatch):
-    monkeypatch.setattr(job_follow, "RETRY_S", 0.0)
+    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
     client = FakeClient({"a": "RUNNING"}, log="one\ntwo\nthree\nfour\n")
     lost = RuntimeError("WebSocket connection closed unexpectedly")
 
@@ -129,43 +139,62 @@ def test_a_log_has_no_gap_and_no_repeat_across_lost_connections(monkeypatch):
                 self.jobs[job_id] = "SUCCEEDED"
             return super().get_job_info(job_id)
 
-    # broken in the middle of a line; refused; closed without an error though the job runs; then the rest but for the last line
-    client = Ending({"a": "RUNNING"}, [["one\n", "tw", lost], [ConnectionError("refused")], ["one\ntwo\n"], ["one\ntwo\nth", "ree\n"]], client.log)
+    # broken in the middle of a line; refused; closed though the job runs; all but the last line
+    client = Ending(
+        {"a": "RUNNING"},
+        [
+            ["one\n", "tw", lost],
+            [ConnectionError("refused")],
+            ["one\ntwo\n"],
+            ["one\ntwo\nth", "ree\n"],
+        ],
+        client.log,
+    )
     job, text, notes = followed(client)
     assert text == client.log and job.status.value == "SUCCEEDED"
     assert len(notes) == 2 and all("connection lost" in note for note in notes)
 
 
 def test_a_cluster_that_stays_silent_is_given_up(monkeypatch):
-    monkeypatch.setattr(job_follow, "RETRY_S", 0.0)
-    monkeypatch.setattr(job_follow, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
+    monkeypatch.setattr(jobs, "PATIENCE_S", -1.0)
     with pytest.raises(UserError, match="cimage jobs logs a --follow"):
         followed(FakeClient({"a": "RUNNING"}, [[ConnectionError("refused")]]))
 
 
 @pytest.mark.parametrize(
     ("answers", "is_stopped", "ends_with"),
-    [(["stop"], True, "STOPPED"), (["detach"], False, None), (["watch", "stop"], True, "STOPPED"), (None, True, "STOPPED")],
+    [
+        (["stop"], True, "STOPPED"),
+        (["detach"], False, None),
+        (["continue", "stop"], True, "STOPPED"),
+    ],
 )
-def test_ctrl_c_asks_on_a_terminal_and_stops_elsewhere(monkeypatch, answers, is_stopped, ends_with):
-    monkeypatch.setattr(job_follow, "RETRY_S", 0.0)
+def test_ctrl_c_asks(monkeypatch, answers, is_stopped, ends_with):
+    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
     client = FakeClient(
-        {"a": "RUNNING"}, [["one\n", KeyboardInterrupt()], ["one\n", KeyboardInterrupt()] if answers == ["watch", "stop"] else ["one\n"], ["one\n"]], "one\n"
+        {"a": "RUNNING"},
+        [
+            ["one\n", KeyboardInterrupt()],
+            ["one\n", KeyboardInterrupt()] if answers[0] == "continue" else ["one\n"],
+            ["one\n"],
+        ],
+        "one\n",
     )
-    job, text, _ = followed(client, None if answers is None else lambda: answers.pop(0))
+    job, text, _ = followed(client, lambda: answers.pop(0))
     assert text == "one\n"
     assert client.stopped == (["a"] if is_stopped else [])
     assert (job and job.status.value) == ends_with and not answers
 
 
 def test_ctrl_c_while_stopping_detaches(monkeypatch):
-    monkeypatch.setattr(job_follow, "RETRY_S", 0.0)
+    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
     client = FakeClient({"a": "RUNNING"}, [[KeyboardInterrupt()], [KeyboardInterrupt()]])
     assert followed(client)[0] is None and client.stopped == ["a"]
 
 
 def test_sigterm_stops_without_asking(monkeypatch):
-    monkeypatch.setattr(job_follow, "RETRY_S", 0.0)
+    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
 
     class Signalled(FakeClient):
         async def tail_job_logs(self, job_id):
@@ -183,55 +212,70 @@ def test_sigterm_stops_without_asking(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize(("typed", "meaning"), [("s\n", "stop"), ("D\n", "detach"), ("\n", "watch"), ("what\nstop\n", "stop"), ("", "detach")])
-def test_the_question(monkeypatch, capsys, typed, meaning):
+@pytest.mark.parametrize(
+    ("typed", "is_terminal", "meaning"),
+    [
+        ("s\n", True, "stop"),
+        ("D\n", True, "detach"),
+        ("\n", True, "continue"),
+        ("", True, "detach"),
+        ("", False, "stop"),
+    ],
+)
+def test_the_question(monkeypatch, typed, is_terminal, meaning):
     import io
 
-    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    assert job_follow.ask_on_terminal() == meaning
-    assert "detach" in capsys.readouterr().err
+    for name in ("stdin", "stderr"):
+        stream = io.StringIO(typed)
+        stream.isatty = lambda: is_terminal
+        monkeypatch.setattr(f"sys.{name}", stream)
+    assert verbs.ask() == meaning
 
 
 def test_addresses(monkeypatch):
-    assert job_env.dashboard_address(None) == "http://127.0.0.1:8265"
+    assert jobs.dashboard_address(None) == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # not a dashboard
-    assert job_env.dashboard_address(None) == "http://127.0.0.1:8265"
+    assert jobs.dashboard_address(None) == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "http://a:1")
-    assert job_env.dashboard_address(None) == "http://a:1"
+    assert jobs.dashboard_address(None) == "http://a:1"
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://b:2/")
-    assert job_env.dashboard_address(None) == "http://b:2"
-    assert job_env.dashboard_address("c:3") == "http://c:3"
+    assert jobs.dashboard_address(None) == "http://b:2"
+    assert jobs.dashboard_address("c:3") == "http://c:3"
     with pytest.raises(UserError, match="dashboard"):
-        job_env.dashboard_address("ray://c:10001")
+        jobs.dashboard_address("ray://c:10001")
 
 
-def test_a_token_comes_from_a_file_or_the_environment_and_none_is_refused(monkeypatch, tmp_path, caplog):
+def test_a_token_comes_from_a_file_or_the_environment_and_none_is_refused(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="No authentication token"):
-        job_env.use_token(None)
+        jobs.use_token(None)
     assert os.environ["RAY_AUTH_MODE"] == "token"
-    with pytest.raises(UserError, match="cannot be read"):
-        job_env.use_token(tmp_path / "absent")
+    with pytest.raises(UserError, match="absent"):
+        jobs.use_token(tmp_path / "absent")
     file = tmp_path / "token"
     file.write_text(" \n")
-    with pytest.raises(UserError, match="is empty"):
-        job_env.use_token(file)
+    with pytest.raises(UserError, match="empty"):
+        jobs.use_token(file)
     file.write_text("hunter2\n")
-    file.chmod(0o644)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
-    job_env.use_token(file)
+    jobs.use_token(file)
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(file) and "RAY_AUTH_TOKEN" not in os.environ
-    assert "can be read by others" in caplog.text and "hunter2" not in caplog.text
-    job_env.use_token(None)  # now RAY_AUTH_TOKEN_PATH serves
+    jobs.use_token(None)  # now RAY_AUTH_TOKEN_PATH serves
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    job_env.use_token(None)
+    jobs.use_token(None)
 
 
 def test_what_is_uploaded(tmp_path):
-    """The real packer with the real excludes: code and configs travel, data, runs and secrets stay."""
+    """The real packer and excludes: code and configs travel, data, runs and secrets stay."""
     from ray._private.runtime_env.packaging import create_package
 
-    kept = ["cimage_dist/cli/main.py", "configs/demo.yaml", "configs/data/mine.yaml", "launch/bin/cimage", "cimage_dist/runs/x.py"]
+    kept = [
+        "cimage_dist/cli/main.py",
+        "configs/demo.yaml",
+        "configs/data/mine.yaml",
+        "launch/bin/cimage",
+        "cimage_dist/runs/x.py",
+    ]
     left = [
         "data/raw/a.csv",
         "runs/digits/config.yaml",
@@ -249,9 +293,13 @@ def test_what_is_uploaded(tmp_path):
         (tmp_path / "w" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "w" / name).write_text("x")
     (tmp_path / "w" / "launch/bin/cimage").chmod(0o755)
-    env = job_env.load_runtime_env(ROOT / job_env.FILE, tmp_path / "w", "/shared")
-    assert env["working_dir"] == str(tmp_path / "w") and env["env_vars"]["CIMAGE_STORAGE"] == "/shared"
-    create_package(env["working_dir"], tmp_path / "out.zip", include_gitignore=True, excludes=env["excludes"])
+    env = jobs.runtime_env(ROOT / jobs.RUNTIME_ENV, tmp_path / "w", "/shared")
+    assert (
+        env["working_dir"] == str(tmp_path / "w") and env["env_vars"]["CIMAGE_STORAGE"] == "/shared"
+    )
+    create_package(
+        env["working_dir"], tmp_path / "out.zip", include_gitignore=True, excludes=env["excludes"]
+    )
     with zipfile.ZipFile(tmp_path / "out.zip") as packed:
         assert {name for name in packed.namelist() if not name.endswith("/")} == set(kept)
         assert packed.getinfo("launch/bin/cimage").external_attr >> 16 & 0o111
@@ -260,8 +308,10 @@ def test_what_is_uploaded(tmp_path):
 def test_the_repository_is_a_small_upload(tmp_path):
     from ray._private.runtime_env.packaging import create_package
 
-    env = job_env.load_runtime_env(None, ROOT, None)
-    create_package(str(ROOT), tmp_path / "out.zip", include_gitignore=True, excludes=env["excludes"])
+    env = jobs.runtime_env(None, ROOT, None)
+    create_package(
+        str(ROOT), tmp_path / "out.zip", include_gitignore=True, excludes=env["excludes"]
+    )
     with zipfile.ZipFile(tmp_path / "out.zip") as packed:
         names = packed.namelist()
     assert (tmp_path / "out.zip").stat().st_size < 5_000_000
@@ -270,18 +320,29 @@ def test_the_repository_is_a_small_upload(tmp_path):
 
 
 def test_runtime_environments(tmp_path):
-    plain, with_pip = (yaml.safe_load((ROOT / "launch" / name).read_text()) for name in ("runtime_env.yaml", "runtime_env_pip.yaml"))
+    plain, with_pip = (
+        yaml.safe_load((ROOT / "launch" / name).read_text())
+        for name in ("runtime_env.yaml", "runtime_env_pip.yaml")
+    )
     assert set(plain) == {"excludes", "env_vars"}
-    assert {key: with_pip[key] for key in plain} == plain, "runtime_env_pip.yaml repeats runtime_env.yaml"
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert {key: with_pip[key] for key in plain} == plain, (
+        "runtime_env_pip.yaml repeats runtime_env.yaml"
+    )
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
     pins["torch"] = (ROOT / "Makefile").read_text().split("TORCH ?= torch==")[1].split()[0]
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[\[>=]", text)[0] for text in needed} - {"ray"}
-    assert sorted(with_pip["pip"]["packages"], key=str.lower) == sorted((f"{name}=={pins[name]}" for name in names), key=str.lower)
+    assert sorted(with_pip["pip"]["packages"], key=str.lower) == sorted(
+        (f"{name}=={pins[name]}" for name in names), key=str.lower
+    )
     assert f"Ray {pins['ray']}" in (ROOT / "launch" / "runtime_env.yaml").read_text()
     (tmp_path / "bad.yaml").write_text("exclude: [data]")
     with pytest.raises(UserError, match="not a runtime environment"):
-        job_env.load_runtime_env(tmp_path / "bad.yaml", tmp_path, None)
+        jobs.runtime_env(tmp_path / "bad.yaml", tmp_path, None)
 
 
 def line_of(*argv: str) -> list[str]:
@@ -291,9 +352,38 @@ def line_of(*argv: str) -> list[str]:
 def test_the_job_is_the_line_that_runs_on_a_laptop():
     wanted = ["pretrain", "configs/demo.yaml", "train.epochs=2", "--on", "ray"]
     assert line_of("pretrain", "configs/demo.yaml", "train.epochs=2") == wanted
-    assert line_of("--detach", "--address", "http://a:1", "pretrain", "configs/demo.yaml", "--name", "n", "train.epochs=2", "--json") == wanted
-    assert line_of("pretrain", "configs/demo.yaml", "--on", "local") == ["pretrain", "configs/demo.yaml", "--on", "local"]
-    args = parse(["submit", "--quiet", "evaluate", "configs/demo.yaml", "--embedding", "z.npy", "--token-file", "t"])
+    assert (
+        line_of(
+            "--detach",
+            "--address",
+            "http://a:1",
+            "pretrain",
+            "configs/demo.yaml",
+            "--name",
+            "n",
+            "train.epochs=2",
+            "--json",
+        )
+        == wanted
+    )
+    assert line_of("pretrain", "configs/demo.yaml", "--on", "local") == [
+        "pretrain",
+        "configs/demo.yaml",
+        "--on",
+        "local",
+    ]
+    args = parse(
+        [
+            "submit",
+            "--quiet",
+            "evaluate",
+            "configs/demo.yaml",
+            "--embedding",
+            "z.npy",
+            "--token-file",
+            "t",
+        ]
+    )
     assert verbs.job_line(args)[0][:4] == ["evaluate", "configs/demo.yaml", "--embedding", "z.npy"]
     assert args.token_file == Path("t") and args.quiet and not args.json
 
@@ -302,8 +392,7 @@ def test_no_verb_has_a_flag_that_submit_would_take_away():
     import argparse
 
     own = argparse.ArgumentParser(add_help=False)
-    verbs._add_cluster_flags(own)
-    verbs._add_submit_flags(own)
+    verbs._add_flags(own, is_submit=True)
     for family in FAMILIES:
         for name in set(family.VERBS) - family.WITHOUT_SETTINGS - verbs.NOT_JOBS:
             other = argparse.ArgumentParser(add_help=False)
@@ -338,7 +427,7 @@ def test_mistakes_are_told_before_anything_is_sent(monkeypatch, capsys, argv, me
 
 def test_submit_and_jobs_as_commands(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(job_follow, "RETRY_S", 0.0)
+    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
 
     class Failing(FakeClient):
         def get_job_info(self, job_id):
@@ -349,30 +438,59 @@ def test_submit_and_jobs_as_commands(monkeypatch, capsys):
 
     client = Failing(streams=[["hello\n"]], log="hello\n")
     monkeypatch.setattr(jobs, "connect", lambda *args: client)
-    argv = ["submit", "pretrain", "configs/demo.yaml", "--address", "http://127.0.0.1:1", "--token-file", "my-token", "--name", "first"]
+    argv = [
+        "submit",
+        "pretrain",
+        "configs/demo.yaml",
+        "--address",
+        "http://127.0.0.1:1",
+        "--token-file",
+        "my-token",
+        "--name",
+        "first",
+    ]
     assert main(argv) == 7, "the job's own exit code"
     out, err = capsys.readouterr()
     assert out == "hello\n"
     (sent,) = client.submitted
-    assert sent["entrypoint"] == "cimage pretrain configs/demo.yaml --on ray" and sent["metadata"] == {"job_name": "first"}
+    assert sent["entrypoint"] == "cimage pretrain configs/demo.yaml --on ray" and sent[
+        "metadata"
+    ] == {"job_name": "first"}
     assert f"http://127.0.0.1:1/#/jobs/{sent['submission_id']}" in err and "exit code 7" in err
-    resume = "cimage submit --address http://127.0.0.1:1 --token-file my-token --name first pretrain configs/demo.yaml --on ray"
+    resume = (
+        "cimage submit --address http://127.0.0.1:1 --token-file my-token --name first "
+        "pretrain configs/demo.yaml --on ray"
+    )
     assert f"resume: {resume}" in err
     again, _ = verbs.job_line(parse(resume.split()[1:]))
     assert again == sent["entrypoint"].split()[1:]
 
-    assert main(["jobs", "stop", sent["submission_id"]]) == 0 and client.stopped == [sent["submission_id"]]
+    assert main(["jobs", "stop", sent["submission_id"]]) == 0 and client.stopped == [
+        sent["submission_id"]
+    ]
     assert main(["jobs", "list"]) == 0 and "cimage show" in capsys.readouterr().out
     assert main(["jobs", "logs"]) == 2 and "Which job?" in capsys.readouterr().err
 
 
 def test_relative_paths_lie_below_the_storage_folder(monkeypatch, tmp_path):
-    args = parse(["pretrain", "data.path=graph", "data.name=mine", "cluster.labels_path=/abs.npy", "cluster.init=file"])
+    args = parse(
+        [
+            "pretrain",
+            "data.path=graph",
+            "data.name=mine",
+            "cluster.labels_path=/abs.npy",
+            "cluster.init=file",
+        ]
+    )
     usual = config_of(args)
     assert usual == load_config(overrides=args.settings)
     monkeypatch.setenv("CIMAGE_STORAGE", str(tmp_path))
     cfg = config_of(args)
-    assert cfg.data.path == str(tmp_path / "graph") and cfg.data.store_dir == str(tmp_path / "data") and cfg.data.root is None
+    assert (
+        cfg.data.path == str(tmp_path / "graph")
+        and cfg.data.store_dir == str(tmp_path / "data")
+        and cfg.data.root is None
+    )
     assert cfg.cluster.labels_path == "/abs.npy"
     assert run_dir(cfg) == tmp_path / run_dir(usual)
 

@@ -34,9 +34,9 @@ from cimage_dist.planning.sizes import (
     training_edges,
 )
 from cimage_dist.train.loop import worker
-from cimage_dist.train.trainer import Trainer
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
+from cimage_dist.train.trainer import Trainer
 from tests.conftest import small_sbm_settings
 from tests.procs import run_ranks
 from tests.settings import ROUTING
