@@ -8,6 +8,7 @@ import dataclasses
 import math
 import signal
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +109,24 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         )
 
 
+class Due(NamedTuple):
+    """What falls on a step."""
+
+    log: bool
+    validate: bool
+    save: bool
+
+
+def due_at(step: int, total: int, cfg: Config, can_validate: bool) -> Due:
+    """A function of the step alone; everything falls on the last one."""
+
+    def every(steps: int) -> bool:
+        return steps > 0 and (step % steps == 0 or step == total)
+
+    validates = can_validate and every(cfg.train.validate_every)
+    return Due(every(cfg.run.log_every), validates, every(cfg.run.checkpoint_every))
+
+
 def worker(
     cfg: Config, comm: Comm, sink: Sink, graph: Graph, validate: Validator | None = None
 ) -> Trainer:
@@ -143,31 +162,18 @@ def worker(
             terms = trainer.advance(batches)
         step = trainer.step
         meter.edges += sum(batch.global_pos for batch in batches)
-        is_last = step == total
-        is_logged = step % cfg.run.log_every == 0 or is_last
-        validates = (
-            validate is not None
-            and bool(cfg.train.validate_every)
-            and (step % cfg.train.validate_every == 0 or is_last)
-        )
+        due = due_at(step, total, cfg, validate is not None)
         with meter.time("exchange"):
-            # On a GPU reading a number waits for all work in flight, so only when somebody will
-            # look at it.
-            looks = (
-                is_logged
-                or validates
-                or is_last
-                or step % cfg.run.checkpoint_every == 0
-                or trainer.device.type == "cpu"
-            )
-            metrics = _reduce(terms, cfg, comm, step) if looks else {}
+            # Reading a number on a GPU waits for all work in flight: only when it is looked at.
+            is_read = any(due) or trainer.device.type == "cpu"
+            metrics = _reduce(terms, cfg, comm, step) if is_read else {}
         sink.tick(step, total, {name: metrics[name] for name in SHOWN if name in metrics})
         with meter.time("exchange"):
-            signum, is_due = _agree(sink, comm, meter.is_checkpoint_due())
-            saves = is_last or bool(signum) or is_due or step % cfg.run.checkpoint_every == 0
+            signum, is_time = _agree(sink, comm, meter.is_checkpoint_due())
+            saves = due.save or is_time or bool(signum)
             if saves and not metrics:
                 _reduce(terms, cfg, comm, step)  # what is not finite must not be saved
-        if is_logged:
+        if due.log:
             sink.log(
                 "train",
                 step,
@@ -175,11 +181,11 @@ def worker(
                 | {"total_steps": total, "lr": trainer.scheduler.get_last_lr()[0]}
                 | meter.read(),
             )
-        is_best = validate is not None and validates and _validate(trainer, validate, sink)
+        is_best = validate is not None and due.validate and _validate(trainer, validate, sink)
         if saves or is_best:
             sink.save(step, *trainer.state(), is_best)
             meter.checkpointed()
-        if signum and not is_last:
+        if signum and step < total:
             raise Interrupted(signum, step)
     return trainer
 
