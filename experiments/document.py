@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cimage_dist.eval.statistics import CONTROLS
 from cimage_dist.io import artifacts
 from experiments.render import render_table
 from experiments.spec import Table
-from experiments.verdict import HOW_TO_READ, verdict
+from experiments.verdict import HOW_TO_READ, gains, summary, verdict
 
 BEGIN, END = "<!-- bench: begin (python -m experiments --render) -->", "<!-- bench: end -->"
+HEADLINE_BEGIN = "<!-- headline: begin (python -m experiments --render) -->"
+HEADLINE_END = "<!-- headline: end -->"
 _HEAD = (
     "### What the tables say",
     "",
@@ -31,8 +34,35 @@ def document(tables: Sequence[Table], results: Path) -> str:
     ).strip()
 
 
+def headline(tables: Sequence[Table], results: Path) -> str:
+    """Ours beside the best control on all graphs, with many labels and with five per class."""
+    many, few = (next(t for t in tables if t.name == name) for name in ("ten", "ten_few"))
+    by_many, by_few = gains(many, results), gains(few, results)
+    lines = ["| graph | seeds | trained | best control | gain | gain, 5 labels a class |"]
+    lines.append("|---|---|---|---|---|---|")
+    for dataset, gain in by_many.items():
+        other = gain.ours - gain.gap.mean
+        lines.append(
+            f"| {dataset} | {gain.gap.seeds} | {gain.ours:.1f} | "
+            f"{other:.1f} ({CONTROLS[gain.control]}) | {gain.gap.mean:+.1f} | "
+            f"{by_few[dataset].gap.mean:+.1f} |"
+        )
+    lines += ["", f"Gain over the graphs: {summary(by_many)}; with five labels a class:"]
+    return "\n".join([*lines, f"{summary(by_few)}."])
+
+
+def _between(text: str, begin: str, end: str, made: str) -> str:
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    return f"{head}{begin}\n\n{made}\n\n{end}{tail}"
+
+
 def render_document(path: Path, tables: Sequence[Table], results: Path) -> None:
-    """Replace the generated part."""
-    head, rest = path.read_text().split(BEGIN)
-    _, tail = rest.split(END)
-    artifacts.write_text(path, f"{head}{BEGIN}\n\n{document(tables, results)}\n\n{END}{tail}")
+    """Replace the generated parts: of the document, and the headline of a README above it."""
+    artifacts.write_text(path, _between(path.read_text(), BEGIN, END, document(tables, results)))
+    readme = path.parent.parent / "README.md"
+    if readme.is_file() and HEADLINE_BEGIN in readme.read_text():
+        made = headline(tables, results)
+        artifacts.write_text(
+            readme, _between(readme.read_text(), HEADLINE_BEGIN, HEADLINE_END, made)
+        )

@@ -19,8 +19,17 @@ def write_tables_page(tables: Sequence[Table], results: Path) -> tuple[Path, lis
     sections = [section(table.title, table.note, charts_of(table, results)) for table in tables]
     path = results / "report.html"
     made, wanted = _progress(tables, results)
-    about = f"{made} of {wanted} runs; from {results}; `python -m experiments` makes the missing ones"
-    write_page(path, "CIMAGE: tables of the paper, and ours", about, [*verdict(tables, results), HOW_TO_READ], _facts(tables, results), sections)
+    about = (
+        f"{made} of {wanted} runs; from {results}; `python -m experiments` makes the missing ones"
+    )
+    write_page(
+        path,
+        "CIMAGE: tables of the paper, and ours",
+        about,
+        [*verdict(tables, results), HOW_TO_READ],
+        _facts(tables, results),
+        sections,
+    )
     return path, [chart for part in sections for chart in part["charts"]]
 
 
@@ -28,14 +37,20 @@ def charts_of(table: Table, results: Path) -> list[Chart]:
     if table.extra == "low_labels":
         return [chart for dataset in table.seeds if (chart := _low_labels(table, results, dataset))]
     first, *rest = table.scores
-    return [_dataset_chart(table, results, dataset, path) for dataset in table.seeds for path in (first, *(rest if table.extra else []))]
+    return [
+        _dataset_chart(table, results, dataset, path)
+        for dataset in table.seeds
+        for path in (first, *(rest if table.extra else []))
+    ]
 
 
 def _dataset_chart(table: Table, results: Path, dataset: str, path: str) -> Chart:
     rows: list[tuple[str, list[float], float | None]] = []
     for row in table.rows:
         values = [value_at(result, path) for result in results_of(table, results, dataset, row)]
-        rows.append((row, [v for v in values if v is not None], published_at(table, row, dataset, path)))
+        rows.append(
+            (row, [v for v in values if v is not None], published_at(table, row, dataset, path))
+        )
     if table.controls:
         found = results_of(table, results, dataset, next(iter(table.rows)))
         for control, name in CONTROLS.items():
@@ -52,12 +67,26 @@ def _low_labels(table: Table, results: Path, dataset: str) -> Chart | None:
         return None
     series: dict[str, list[tuple[float, float | None]]] = {}
     for key, name in LOW_LABELS.items():
-        means = [[value_at(result, f"low_labels.{100 * ratio:g}.{key}") for result in found] for ratio in RATIOS]
-        known = [(100 * ratio, [v for v in values if v is not None]) for ratio, values in zip(RATIOS, means, strict=True)]
-        points: list[tuple[float, float | None]] = [(percent, sum(values) / len(values)) for percent, values in known if values]
+        means = [
+            [value_at(result, f"low_labels.{100 * ratio:g}.{key}") for result in found]
+            for ratio in RATIOS
+        ]
+        known = [
+            (100 * ratio, [v for v in values if v is not None])
+            for ratio, values in zip(RATIOS, means, strict=True)
+        ]
+        points: list[tuple[float, float | None]] = [
+            (percent, sum(values) / len(values)) for percent, values in known if values
+        ]
         if points:
             series[name] = points
-    return lines(f"{table.title}: {dataset}", f"Mean over {len(found)} seeds.", "percent of the nodes labelled", "test accuracy", series)
+    return lines(
+        f"{table.title}: {dataset}",
+        f"Mean over {len(found)} seeds.",
+        "percent of the nodes labelled",
+        "test accuracy",
+        series,
+    )
 
 
 def _progress(tables: Sequence[Table], results: Path) -> tuple[int, int]:
@@ -71,7 +100,15 @@ def _facts(tables: Sequence[Table], results: Path) -> list[tuple[str, str]]:
         if table.name in ("node", "link"):
             path = next(iter(table.scores))
             for dataset in table.seeds:
-                values = [value_at(result, path) for result in results_of(table, results, dataset, next(iter(table.rows)))]
+                values = [
+                    value_at(result, path)
+                    for result in results_of(table, results, dataset, next(iter(table.rows)))
+                ]
                 if values:
-                    facts.append((spread(values).rpartition(" (")[0], f"{dataset}, {table.scores[path] or 'test accuracy'}"))
+                    facts.append(
+                        (
+                            spread(values).rpartition(" (")[0],
+                            f"{dataset}, {table.scores[path] or 'test accuracy'}",
+                        )
+                    )
     return facts

@@ -13,7 +13,7 @@ from cimage_dist.cli.common import config_for, split_settings
 from cimage_dist.cli.jobs import job_line
 from cimage_dist.cli.main import FAMILIES, parse
 from experiments.cell import read_result
-from experiments.document import BEGIN, END, document
+from experiments.document import BEGIN, END, HEADLINE_BEGIN, HEADLINE_END, document, headline
 from experiments.render import outdated
 from experiments.spec import RULER, load_tables
 
@@ -22,6 +22,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "Makefile",
     ROOT / "k8s" / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "configs").rglob("*.yaml")),
 ]
@@ -31,9 +32,15 @@ def commands(documents: Sequence[Path] = DOCUMENTS) -> list[tuple[str, str]]:
     found = []
     for path in documents:
         for line in path.read_text().replace("\\\n", " ").splitlines():
-            for part in re.split(r"&&|`| \| | > |: (?=cimage )|, or (?=cimage )", line.split("  #")[0]):
+            for part in re.split(
+                r"&&|`| \| | > |: (?=cimage )|, or (?=cimage )", line.split("  #")[0]
+            ):
                 text = part.strip().lstrip("#").strip().removeprefix("$(BIN)/")
-                if re.match(r"cimage [a-z0-9]+( |$)", text) and "<" not in text and "..." not in text:
+                if (
+                    re.match(r"cimage [a-z0-9]+( |$)", text)
+                    and "<" not in text
+                    and "..." not in text
+                ):
                     found.append((str(path.relative_to(ROOT)), text))
     return found
 
@@ -66,8 +73,8 @@ def test_there_are_commands_to_check():
     assert len(commands()) > 20
 
 
-def test_the_readme_tree_names_what_exists():
-    text = (ROOT / "README.md").read_text().split("## What is where")[1]
+def test_the_tree_names_what_exists():
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text().split("## What is where")[1].split("```")[1]
     for name in re.findall(r"^  ?(?:  )?([a-z_]+(?:\.py|/))", text, flags=re.M):
         assert (ROOT / name).exists() or (ROOT / "cimage_dist" / name).exists(), name
 
@@ -87,6 +94,8 @@ def test_results_document_matches_the_result_files(monkeypatch):
     tables, results = load_tables(Path("experiments/tables")), Path("experiments/results")
     shown = (ROOT / "docs" / "RESULTS.md").read_text().split(BEGIN)[1].split(END)[0].strip()
     assert shown == document(tables, results), "run: python -m experiments --render"
+    text = Path("README.md").read_text().split(HEADLINE_BEGIN)[1].split(HEADLINE_END)[0].strip()
+    assert text == headline(tables, results), "run: python -m experiments --render"
 
 
 def test_results_were_made_with_the_configs_that_are_shipped(monkeypatch):
@@ -125,3 +134,15 @@ def test_every_cited_section_is_in_the_method():
     ]
     assert len(cited) > 100
     assert not [(str(path), number) for path, number in cited if number not in sections]
+
+
+def test_links_resolve():
+    """Relative links of the documents lead to files."""
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "k8s/README.md"]:
+        for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150

@@ -224,7 +224,7 @@ def test_paired_differences():
     assert found.p == pytest.approx(float(ttest_1samp([2.0, 0.5, 2.0], 0).pvalue))
     assert paired(ours[:1], other[:1], "node.test") is None
     same = paired(ours[:3], ours[:3], "node.test")
-    assert same is not None and same.mean == 0 and same.p is None
+    assert same is not None and same.mean == 0 and same.p == 1
     assert spread([None]) == "-" and spread([1.0, None, 3.0]) == "2.00 ± 1.00 (2)"
 
 
