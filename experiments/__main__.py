@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--list", action="store_true", help="print which tables exist and what they still need; run nothing")
     found.add_argument("--render", action="store_true", help="only write docs/RESULTS.md from the existing results")
     found.add_argument("--page", action="store_true", help="only write report.html with charts beside the results")
-    found.add_argument("--figures", type=Path, metavar="FOLDER", help="with --page: every chart as pdf and png too")
+    found.add_argument("--figures", type=Path, metavar="FOLDER", help="with --page: every chart as PDF, PNG and SVG too")
     found.add_argument("--seeds", type=int, metavar="N", help="no more than the first N seeds of every row")
     found.add_argument("--jobs", type=int, default=0, metavar="N", help="runs at a time (default: one per core, or per CPU of the cluster)")
     found.add_argument("--on", choices=("local", "ray"), default="local", help="this machine, or the cluster RAY_ADDRESS names")

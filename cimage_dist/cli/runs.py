@@ -32,7 +32,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--embedding", metavar="FILE", type=Path, help="score this .npy matrix instead of the run's embeddings")
     if name == "report":
         parser.add_argument("--points", metavar="N", type=int, default=2_000, help="dots on the map of the embedding (default 2000)")
-        parser.add_argument("--figures", metavar="FOLDER", type=Path, help="also write every chart there as SVG and PNG")
+        parser.add_argument("--figures", metavar="FOLDER", type=Path, help="also write every chart there as PDF, PNG and SVG")
     if name == "show":
         parser.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
         parser.add_argument("--plan", action="store_true", help="check the run and tell its steps, memory and communication per worker; starts nothing")

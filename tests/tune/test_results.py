@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -20,12 +21,13 @@ from cimage_dist.tune.checks import Plan, winner
 from cimage_dist.tune.handover import hand_over
 from cimage_dist.tune.importance import importance
 from cimage_dist.tune.ledger import Ledger, Standing, Trial, standings
-from cimage_dist.tune.page import page_data, write_page
+from cimage_dist.tune.page import sections, write_page
 from cimage_dist.tune.prepare import check_validation
 from cimage_dist.tune.results import rows, summary, write_best, write_tables
 from cimage_dist.tune.trial import objective, reports
+from tests.pages import LOOKS, looked_at
 
-from .conftest import MakeSweep, end, write_base
+from .conftest import SPACE, MakeSweep, end, write_base
 from .test_plan import run_all
 
 
@@ -84,14 +86,26 @@ def test_the_page_stands_alone(make_sweep: MakeSweep, ledger: Ledger) -> None:
     found = summary(sweep, ledger)
     found["failures"]["p0003-s0"] = "</script><script>alert(1)</script>"
     write_page(sweep, ledger, found)
-    text = (ledger.root / "index.html").read_text()
-    data = page_data(sweep, ledger, found)
-    assert data["curves"][0]["curve"] == [[10.0, 50.0], [20.0, 50.0]], "the best so far, as selection sees it"
-    embedded = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])  # type: ignore[index]
-    assert embedded == data
-    assert text.count("<script") == 2 + text.count("<script>alert"), "a reason cannot break out of the data"
-    assert not re.search(r"(src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text), "nothing is fetched"
-    assert "prefers-color-scheme: dark" in text
+    charts = {chart["title"]: chart for part in sections(sweep, ledger, found) for chart in part["charts"]}
+    first = [row for row in charts["Training curves"]["data"] if row["trial"] == "p0000-s0"]
+    assert [(row["epoch"], row["score"]) for row in first] == [(10.0, 50.0), (20.0, 50.0)], "the best so far, as selection sees it"
+    assert set(charts) == {"Settings and scores", "Score by setting", "Best so far", "Training curves", "Best first", "Reasons"}
+    words = (ledger.root / "index.html").read_text().partition("<script")[0]
+    assert "&lt;/script&gt;&lt;script&gt;alert" in words, "a reason cannot break out of its cell"
+    assert not re.search(r"(src|href)\s*=\s*\"(?!#|data:)|url\(|@import|https?://", words), "nothing is fetched"
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_the_page_in_a_browser(make_sweep: MakeSweep, ledger: Ledger, browser: Any, width: int, scheme: str) -> None:
+    sweep = make_sweep(SPACE, "sweep.trials=12")
+    write_base(sweep, ledger)
+    run_all(sweep, ledger)
+    for trial in ledger.trials.values():
+        lines = [{"kind": "train", "step": 20, "total_steps": 20}, *({"kind": "val", "step": s, "score": 40.0 + s} for s in (5, 10, 20))]
+        (ledger.folder(trial.id) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(sweep, ledger, summary(sweep, ledger))
+    expected = {"Settings and scores", "Score by setting", "Best so far", "What mattered", "Training curves", "Every seed", "Finalists", "Best first"}
+    assert looked_at(browser, ledger.root / "index.html", width, scheme) == expected
 
 
 def test_reports_follow_the_selection(tmp_path: Path) -> None:
