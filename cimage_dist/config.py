@@ -336,6 +336,12 @@ class CIConfig:
         need(0 <= self.pi < 1, "ci.pi", "must lie in [0, 1)", self.pi)
         need(self.conditional == "constant" or self.solver == "nnlasso", "ci.conditional", "is 'stratified', which needs ci.solver=nnlasso", self.conditional)
         need(self.block_classes is None or self.block_classes >= 2, "ci.block_classes", "must be at least 2", self.block_classes)
+        need(
+            self.block_classes is None or self.block_size % self.block_classes == 0,
+            "ci.block_classes",
+            f"must divide ci.block_size ({self.block_size})",
+            self.block_classes,
+        )
         need(self.max_samples >= 2 * self.block_size, "ci.max_samples", "must be at least twice ci.block_size", self.max_samples)
 
 
@@ -507,6 +513,21 @@ class Config:
             "ci.target",
             f"must be below model.num_factors ({factors}), or no factor is left to predict",
             target,
+        )
+        self._check_fanouts()
+
+    def _check_fanouts(self) -> None:
+        """As many hops as the layers reach; GCN layers may be given fewer. 0 layers: the graph decides."""
+        hops, is_routing = len(self.sampler.fanouts), self.model.propagation == "routing"
+        if not hops or not self.model.num_layers:
+            return
+        reach = self.model.num_layers + (self.model.tail and is_routing)
+        need(
+            hops == reach or (hops < reach and not is_routing),
+            "sampler.fanouts",
+            f"must have {reach} entries, the hops that model.num_layers={self.model.num_layers} "
+            f"and model.tail={str(self.model.tail).lower()} reach",
+            self.sampler.fanouts,
         )
 
 

@@ -155,7 +155,7 @@ class Judge(FIFOScheduler):
 def make_rule(sweep: Sweep) -> Any:
     """ASHA or median stopping over epochs, or None."""
     settings, epochs = sweep.settings, sweep.base.train.epochs
-    grace = settings.grace_epochs or max(1, epochs // 9)
+    grace = max(1, round(settings.grace * epochs))
     common: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max", "grace_period": grace}
     if settings.scheduler == "asha":
         # Beyond the last epoch, where there is nothing to stop.

@@ -209,7 +209,7 @@ def test_shuffled_test_labels_give_the_same_search(folder: Path) -> None:
         np.save(graph / "features.npy", features)
         np.save(graph / "labels.npy", given)
         np.savez(graph / "splits.npz", **masks)
-        words = ["data.name=mine", f"data.path={graph}", "sweep.scheduler=asha", "sweep.grace_epochs=6", "loss.factor_weight=0.3", "cluster.num_clusters=3"]
+        words = ["data.name=mine", f"data.path={graph}", "sweep.scheduler=asha", "sweep.grace=0.1", "loss.factor_weight=0.3", "cluster.num_clusters=3"]
         results.append(sweep(folder, f"sweep-{name}", *words))
     assert search_of(folder / "sweep-true") == search_of(folder / "sweep-shuffled")
     true, other = results
