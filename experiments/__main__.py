@@ -49,7 +49,10 @@ def parser() -> argparse.ArgumentParser:
         "--page", action="store_true", help="only write report.html with charts beside the results"
     )
     found.add_argument(
-        "--figures", type=Path, metavar="FOLDER", help="with --page: every chart as pdf and png too"
+        "--figures",
+        type=Path,
+        metavar="FOLDER",
+        help="with --page: every chart as PDF, PNG and SVG too",
     )
     found.add_argument(
         "--seeds", type=int, metavar="N", help="no more than the first N seeds of every row"

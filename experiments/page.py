@@ -1,4 +1,6 @@
-"""report.html of the benchmark tables: every seed as a dot, published numbers beside them, and what the comparisons say."""
+"""report.html of the benchmark tables: every seed as a dot, published numbers beside them, and what
+the comparisons say.
+"""
 
 from __future__ import annotations
 

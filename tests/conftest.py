@@ -11,6 +11,7 @@ import torch
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
+from tests.pages import browser  # noqa: F401 (a fixture)
 
 torch.set_num_threads(
     1

@@ -36,9 +36,9 @@ ALLOWED = {
     "pipeline": RUNS,
     "api": RUNS | {"pipeline"},
     "planning": RUNS,
-    "tune": RUNS | {"pipeline"},
+    "tune": RUNS | {"pipeline", "reporting"},
     "deploy": BASE,
-    "reporting": RUNS | {"pipeline", "tune"},
+    "reporting": RUNS | {"pipeline"},
     "comparison": RUNS | {"pipeline", "reporting", "baselines"},
 }
 EVERYTHING = set(ALLOWED)

@@ -1,5 +1,5 @@
-"""Block HSIC between features and pseudo-labels as sufficient statistics: a D x D matrix, a vector and
-a scalar, whatever n is.
+"""Block HSIC between features and pseudo-labels as sufficient statistics: a D x D matrix, a vector
+and a scalar, whatever n is.
 
 Shapes: n sampled nodes over all ranks, D features, B rows per block, M repeats, nb blocks, T =
 B(B+1)/2 packed entries per block.

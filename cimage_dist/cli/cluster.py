@@ -26,8 +26,19 @@ COLUMNS = {
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", default="", metavar="A,B", help="of rdgae, dinknet, propagated, selfkmeans, file; default: all that suit the graph")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run each method with N seeds from run.seed on (default 1)")
+    parser.add_argument(
+        "--methods",
+        default="",
+        metavar="A,B",
+        help="of rdgae, dinknet, propagated, selfkmeans, file; default: all that suit the graph",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each method with N seeds from run.seed on (default 1)",
+    )
 
 
 def do_cluster(args: argparse.Namespace) -> Any:
@@ -38,7 +49,9 @@ def do_cluster(args: argparse.Namespace) -> Any:
         raise UserError(f"--seeds must be at least 1; got {args.seeds}.")
     cfg = config_of(args)
     methods = [name.strip() for name in args.methods.split(",") if name.strip()]
-    result = compare(cfg, methods, range(cfg.run.seed, cfg.run.seed + args.seeds), progress_of(args))
+    result = compare(
+        cfg, methods, range(cfg.run.seed, cfg.run.seed + args.seeds), progress_of(args)
+    )
     if not args.json:
         _print(result)
     return result
@@ -50,17 +63,27 @@ def _print(result: dict[str, Any]) -> None:
 
     graph = result["graph"]
     shown = [name for name in COLUMNS if any(name in found for found in result["methods"].values())]
-    table = Table(title=f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, {result['clusters']} clusters")
+    table = Table(
+        title=f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, "
+        f"{result['clusters']} clusters"
+    )
     table.add_column("method")
     table.add_column("seeds", justify="right")
     for name in shown:
         table.add_column(COLUMNS[name][0], justify="right")
     for method, found in result["methods"].items():
-        table.add_row(method, str(found["seeds"]), *(_cell(found.get(name), COLUMNS[name][1], found["seeds"]) for name in shown))
+        table.add_row(
+            method,
+            str(found["seeds"]),
+            *(_cell(found.get(name), COLUMNS[name][1], found["seeds"]) for name in shown),
+        )
     console = Console()
     # A pipe has no width: nothing is cut there.
     (console if console.is_terminal else Console(width=180)).print(table)
-    print("ACC, NMI, ARI, F1 in percent against the classes, which no method looks at. S: the nodes trusted from the start.")
+    print(
+        "ACC, NMI, ARI, F1 in percent against the classes, which no method looks at. S: the "
+        "nodes trusted from the start."
+    )
     for run in result["runs"]:
         if run.get("folder"):
             print(f"{run['method']} seed {run['seed']}: cluster.from={run['folder']}")

@@ -28,12 +28,37 @@ methods:
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", default="", metavar="A,B", help="names from the list below; default: all that suit the graph")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="train each method with N seeds from run.seed on (default 3)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="results (default comparisons/<data.name>, with held-out edges <data.name>-link)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="METHOD.KEY=VALUE", help="a setting of a baseline; may be repeated")
+    parser.add_argument(
+        "--methods",
+        default="",
+        metavar="A,B",
+        help="names from the list below; default: all that suit the graph",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="train each method with N seeds from run.seed on (default 3)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="results (default comparisons/<data.name>, with held-out edges <data.name>-link)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="METHOD.KEY=VALUE",
+        help="a setting of a baseline; may be repeated",
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG + "\n".join(f"  {name:10s} {method.label}: {method.about}" for name, method in METHODS.items())
+    parser.epilog = _EPILOG + "\n".join(
+        f"  {name:10s} {method.label}: {method.about}" for name, method in METHODS.items()
+    )
 
 
 def do_compare(args: argparse.Namespace) -> Any:
@@ -42,10 +67,20 @@ def do_compare(args: argparse.Namespace) -> Any:
 
     settings = settings_from(args.overrides)
     names = [name.strip() for name in args.methods.split(",") if name.strip()]
-    found = compare(config_of(args), names, args.seeds, out=args.out, settings=settings, progress=progress_of(args))
+    found = compare(
+        config_of(args),
+        names,
+        args.seeds,
+        out=args.out,
+        settings=settings,
+        progress=progress_of(args),
+    )
     if not args.json:
         print(as_text(found.summary, terminal_width()))
-        print(f"results: {found.folder / 'compare.json'}\npage with every seed a dot, for a browser: {found.page}")
+        print(
+            f"results: {found.folder / 'compare.json'}\npage with every seed a dot, for a "
+            f"browser: {found.page}"
+        )
     args.exit_code = 1 if found.failed else 0
     return found.summary
 
@@ -61,9 +96,13 @@ def settings_from(texts: list[str]) -> dict[str, dict[str, Any]]:
         key, equals, value = text.partition("=")
         method, dot, name = key.partition(".")
         if not (equals and dot and method and name):
-            raise UserError(f"--set {text!r} is not of the form METHOD.KEY=VALUE, e.g. --set gae.epochs=50.")
+            raise UserError(
+                f"--set {text!r} is not of the form METHOD.KEY=VALUE, e.g. --set gae.epochs=50."
+            )
         try:
             found.setdefault(method, {})[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise UserError(f"--set {text!r}: the value cannot be read ({' '.join(str(error).split())}).") from None
+            raise UserError(
+                f"--set {text!r}: the value cannot be read ({' '.join(str(error).split())})."
+            ) from None
     return found

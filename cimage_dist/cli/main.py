@@ -34,7 +34,8 @@ Later arguments win: defaults, then each yaml in order, then key=value. Exit cod
 (the message says how), 1 a fault of ours, 130/143 stopped by Ctrl-C or SIGTERM after saving.
 """
 
-# Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and do_<name>(args).
+# Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and
+# do_<name>(args).
 FAMILIES = (runs, cluster, compare, sweep, jobs, k8s)
 
 
@@ -48,7 +49,8 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     parser = Parser(
         prog="cimage",
-        description="Node embeddings from large unlabelled graphs: a masked graph auto-encoder with conditional-independence masks.",
+        description="Node embeddings from large unlabelled graphs: a masked graph auto-encoder "
+        "with conditional-independence masks.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,11 +58,20 @@ def build_parser() -> Parser:
     verbs = parser.add_subparsers(dest="verb", metavar="<verb>", required=True)
     for family in FAMILIES:
         for name, about in family.VERBS.items():
-            verb = verbs.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+            verb = verbs.add_parser(
+                name, help=about, description=about[0].upper() + about[1:] + "."
+            )
             family.add_arguments(name, verb)
             if name not in family.WITHOUT_SETTINGS:
-                verb.add_argument("settings", nargs="*", metavar="config.yaml | key=value", help="yaml files and overrides, later ones win")
-            verb.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+                verb.add_argument(
+                    "settings",
+                    nargs="*",
+                    metavar="config.yaml | key=value",
+                    help="yaml files and overrides, later ones win",
+                )
+            verb.add_argument(
+                "--json", action="store_true", help="print one JSON object on standard output"
+            )
             verb.add_argument("--quiet", action="store_true", help="no progress, no notes")
             verb.set_defaults(do=getattr(family, f"do_{name}"), parse=parse, exit_code=0)
     return parser
@@ -72,7 +83,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-")]
     if unknown or (rest and not hasattr(args, "settings")):
-        raise UserError(f"unrecognized arguments: {' '.join(unknown or rest)}. `cimage {args.verb} --help` tells what can be given.")
+        raise UserError(
+            f"unrecognized arguments: {' '.join(unknown or rest)}. `cimage {args.verb} --help` "
+            "tells what can be given."
+        )
     if rest:
         args.settings += rest
     return args
@@ -84,9 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"cimage: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
+    logging.basicConfig(
+        format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING
+    )
     try:
-        # Libraries print what they like (Ray: that a worker died); with --json standard output is for the object alone.
+        # Libraries print what they like (Ray: that a worker died); with --json standard output is
+        # for the object alone.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
             result = args.do(args)
         if args.json:
@@ -96,13 +113,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cimage {args.verb}: {error}", file=sys.stderr)
         return 2
     except Interrupted as stop:
-        when = f"after step {stop.step}; everything is saved" if stop.step else "before the first step"
+        when = (
+            f"after step {stop.step}; everything is saved" if stop.step else "before the first step"
+        )
         when = "with every running trial saved" if args.verb == "sweep" else when
         print(f"\nstopped {when}. Resume with: {command_of(args, args.verb)}", file=sys.stderr)
         return 128 + stop.signum
     except KeyboardInterrupt:
-        again = f" Go on from the last checkpoint with: {command_of(args, args.verb)}" if args.verb == "pretrain" else ""
-        again = " Finished cells are kept; the same command again makes the rest." if args.verb == "compare" else again
+        again = (
+            f" Go on from the last checkpoint with: {command_of(args, args.verb)}"
+            if args.verb == "pretrain"
+            else ""
+        )
+        again = (
+            " Finished cells are kept; the same command again makes the rest."
+            if args.verb == "compare"
+            else again
+        )
         print(f"\nstopped.{again}", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -113,11 +140,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            print(f"cimage {args.verb}: {error.strerror}: {error.filename}. Make room or get access there, or choose another run.dir.", file=sys.stderr)
+            print(
+                f"cimage {args.verb}: {error.strerror}: {error.filename}. Make room or get "
+                "access there, or choose another run.dir.",
+                file=sys.stderr,
+            )
             return 2
         traceback.print_exc()
         print(
-            f"cimage {args.verb}: internal error (above). This is a fault of cimage-dist; please report it with the command and `cimage doctor --json`.",
+            f"cimage {args.verb}: internal error (above). This is a fault of cimage-dist; "
+            "please report it with the command and `cimage doctor --json`.",
             file=sys.stderr,
         )
         return 1

@@ -23,21 +23,65 @@ WITHOUT_SETTINGS = {"doctor"}
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "pretrain":
-        parser.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
-    if name == "embed":
-        parser.add_argument("--on", choices=("local", "ray"), default="local", help="this process, or resources.num_workers Ray workers")
-        parser.add_argument("--nodes", metavar="FILE", type=Path, help="only these nodes (.npy, or one id a line), by sampled neighbourhoods")
-        parser.add_argument("--parquet", action="store_true", help="also write a parquet file for every part")
-    if name == "evaluate":
-        parser.add_argument("--embedding", metavar="FILE", type=Path, help="score this .npy matrix instead of the run's embeddings")
-    if name == "report":
-        parser.add_argument("--points", metavar="N", type=int, default=2_000, help="dots on the map of the embedding (default 2000)")
-        parser.add_argument("--figures", metavar="FOLDER", type=Path, help="also write every chart there as SVG and PNG")
-    if name == "show":
-        parser.add_argument("--keys", action="store_true", help="list every config key with default and meaning")
-        parser.add_argument("--plan", action="store_true", help="check the run and tell its steps, memory and communication per worker; starts nothing")
         parser.add_argument(
-            "--memory", metavar="GB", type=float, help="with --plan: memory of a worker (of its GPU, with resources.device=cuda); exceeding it fails"
+            "--on",
+            choices=("local", "ray"),
+            default="local",
+            help="this process, or resources.num_workers Ray workers",
+        )
+    if name == "embed":
+        parser.add_argument(
+            "--on",
+            choices=("local", "ray"),
+            default="local",
+            help="this process, or resources.num_workers Ray workers",
+        )
+        parser.add_argument(
+            "--nodes",
+            metavar="FILE",
+            type=Path,
+            help="only these nodes (.npy, or one id a line), by sampled neighbourhoods",
+        )
+        parser.add_argument(
+            "--parquet", action="store_true", help="also write a parquet file for every part"
+        )
+    if name == "evaluate":
+        parser.add_argument(
+            "--embedding",
+            metavar="FILE",
+            type=Path,
+            help="score this .npy matrix instead of the run's embeddings",
+        )
+    if name == "report":
+        parser.add_argument(
+            "--points",
+            metavar="N",
+            type=int,
+            default=2_000,
+            help="dots on the map of the embedding (default 2000)",
+        )
+        parser.add_argument(
+            "--figures",
+            metavar="FOLDER",
+            type=Path,
+            help="also write every chart there as PDF, PNG and SVG",
+        )
+    if name == "show":
+        parser.add_argument(
+            "--keys", action="store_true", help="list every config key with default and meaning"
+        )
+        parser.add_argument(
+            "--plan",
+            action="store_true",
+            help="check the run and tell its steps, memory and communication per worker; starts "
+            "nothing",
+        )
+        parser.add_argument(
+            "--memory",
+            metavar="GB",
+            type=float,
+            help="with --plan: memory of a worker (of its GPU, with resources.device=cuda); "
+            "exceeding it fails",
         )
 
 
@@ -46,7 +90,9 @@ def do_ingest(args: argparse.Namespace) -> Any:
     from cimage_dist.data.store import Graph
 
     cfg = config_of(args)
-    path, is_new = ingest(cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr))
+    path, is_new = ingest(
+        cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr)
+    )
     graph = Graph.open(path, cfg.data.verify)
     facts = {
         "store": str(path),
@@ -58,7 +104,9 @@ def do_ingest(args: argparse.Namespace) -> Any:
     }
     if not args.json:
         print(
-            f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, {graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, {graph.num_classes} classes"
+            f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, "
+            f"{graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, "
+            f"{graph.num_classes} classes"
         )
     return facts
 
@@ -74,11 +122,22 @@ def do_pretrain(args: argparse.Namespace) -> Any:
     else:
         summary = stages.pretrain(cfg, progress_of(args))
     if not args.json and not args.quiet:
-        what = f"trained {summary['steps_now']} steps in {summary['seconds']:.0f} s" if summary["steps_now"] else "already finished, nothing to do"
-        held = f" ({summary['edges_held_out']:,} edges held out for link prediction)" if summary["edges_held_out"] else ""
+        what = (
+            f"trained {summary['steps_now']} steps in {summary['seconds']:.0f} s"
+            if summary["steps_now"]
+            else "already finished, nothing to do"
+        )
+        held = (
+            f" ({summary['edges_held_out']:,} edges held out for link prediction)"
+            if summary["edges_held_out"]
+            else ""
+        )
         print(f"{what}: {summary['steps']} steps on {summary['edges_trained_on']:,} edges{held}")
         if summary["best"]:
-            print(f"best validation score {summary['best']['score']:.2f} at step {summary['best']['step']}")
+            print(
+                f"best validation score {summary['best']['score']:.2f} at step "
+                f"{summary['best']['step']}"
+            )
         print(f"run directory: {summary['run_dir']}\nnext: {command_of(args, 'embed')}")
     return summary
 
@@ -93,13 +152,31 @@ def do_embed(args: argparse.Namespace) -> Any:
 
         folder = embed(cfg, progress, args.parquet, args.nodes)
     else:
-        folder = stages.embed(cfg, parquet=args.parquet, note=progress.note, nodes=args.nodes, tick=lambda n, of: progress.update(n, of, {}, "embed"))
+        folder = stages.embed(
+            cfg,
+            parquet=args.parquet,
+            note=progress.note,
+            nodes=args.nodes,
+            tick=lambda n, of: progress.update(n, of, {}, "embed"),
+        )
         progress.close()
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
     if not args.json and not args.quiet:
-        print(f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, {manifest['dtype']}, step {manifest['step']})")
-        print(f"rows are in the order of {args.nodes}" if args.nodes else f"next: {command_of(args, 'evaluate')}")
-    return {"embeddings": str(folder), "rows": manifest["rows"], "columns": manifest["columns"], "step": manifest["step"]}
+        print(
+            f"embeddings: {folder} ({manifest['rows']:,} x {manifest['columns']}, "
+            f"{manifest['dtype']}, step {manifest['step']})"
+        )
+        print(
+            f"rows are in the order of {args.nodes}"
+            if args.nodes
+            else f"next: {command_of(args, 'evaluate')}"
+        )
+    return {
+        "embeddings": str(folder),
+        "rows": manifest["rows"],
+        "columns": manifest["columns"],
+        "step": manifest["step"],
+    }
 
 
 def do_evaluate(args: argparse.Namespace) -> Any:
@@ -145,7 +222,10 @@ def _sweep_report(folder: Path, args: argparse.Namespace) -> Any:
 
     page = folder / "index.html"
     if not page.is_file():
-        raise UserError(f"The sweep in {folder} has no page yet: no trial has ended. Run `cimage sweep` with the same files.")
+        raise UserError(
+            f"The sweep in {folder} has no page yet: no trial has ended. Run `cimage sweep` "
+            "with the same files."
+        )
     if not args.json:
         print(f"the sweep's page, for a browser: {page}")
     return {"page": str(page)}

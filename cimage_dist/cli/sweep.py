@@ -10,12 +10,18 @@ from typing import Any
 
 from cimage_dist.cli.common import on_storage, split_settings
 
-VERBS = {"sweep": "search hyper-parameters on Ray: a file with a space, a config; the same command again goes on"}
+VERBS = {
+    "sweep": "search hyper-parameters on Ray: a file with a space, a config; the same command "
+    "again goes on"
+}
 WITHOUT_SETTINGS: set[str] = set()
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example: cimage sweep configs/sweeps/paper_node.yaml configs/node/cora.yaml sweep.trials=40"
+    parser.epilog = (
+        "example: cimage sweep configs/sweeps/paper_node.yaml "
+        "configs/node/cora.yaml sweep.trials=40"
+    )
 
 
 def do_sweep(args: argparse.Namespace) -> Any:
@@ -31,7 +37,10 @@ def do_sweep(args: argparse.Namespace) -> Any:
         result = sweep_on_ray(sweep, on_storage(sweep.base), root, quiet=args.quiet or args.json)
     except Interrupted:
         if not args.quiet:
-            print(f"running trials were saved; what is done so far: {root}/index.html", file=sys.stderr)
+            print(
+                f"running trials were saved; what is done so far: {root}/index.html",
+                file=sys.stderr,
+            )
         raise
     if not args.json:
         print_summary(result, [d.key for d in sweep.space])

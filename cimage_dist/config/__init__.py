@@ -105,6 +105,23 @@ class Config:
             f"must be below model.num_factors ({factors}), or no factor is left to predict",
             target,
         )
+        self._check_fanouts()
+
+    def _check_fanouts(self) -> None:
+        """As many hops as the layers reach; GCN layers may be given fewer. 0 layers: the graph
+        decides.
+        """
+        hops, is_routing = len(self.sampler.fanouts), self.model.propagation == "routing"
+        if not hops or not self.model.num_layers:
+            return
+        reach = self.model.num_layers + (self.model.tail and is_routing)
+        need(
+            hops == reach or (hops < reach and not is_routing),
+            "sampler.fanouts",
+            f"must have {reach} entries, the hops that model.num_layers={self.model.num_layers} "
+            f"and model.tail={str(self.model.tail).lower()} reach",
+            self.sampler.fanouts,
+        )
 
 
 # Keys that do not change what is trained (where things are, what is scored afterwards): they leave

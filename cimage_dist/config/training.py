@@ -148,6 +148,12 @@ class CIConfig:
             self.block_classes,
         )
         need(
+            self.block_classes is None or self.block_size % self.block_classes == 0,
+            "ci.block_classes",
+            f"must divide ci.block_size ({self.block_size})",
+            self.block_classes,
+        )
+        need(
             self.max_samples >= 2 * self.block_size,
             "ci.max_samples",
             "must be at least twice ci.block_size",

@@ -22,29 +22,40 @@ from cimage_dist.train.progress import Progress
 
 @functools.lru_cache(maxsize=1)
 def _bench(root: str, plan: str) -> Bench:
-    """Kept by a worker process as long as the plan stays the same: the graph is mapped and the weights are loaded once."""
+    """Kept by a worker process as long as the plan stays the same: the graph is mapped and the
+    weights are loaded once.
+    """
     bench = Bench(Path(root))
     torch.set_num_threads(bench.cfg.resources.threads)
     return bench
 
 
 def _make(root: str, plan: str, stage: int, index: int) -> Facts | str:
-    """What a Ray worker runs. A mistake of the user is returned, not raised: its message must not drown in a traceback."""
+    """What a Ray worker runs. A mistake of the user is returned, not raised: its message must not
+    drown in a traceback.
+    """
     try:
         return _bench(root, plan).make(stage, index)
     except UserError as error:
         return str(error)
     except OSError as error:
         if error.errno in UNWRITABLE:
-            return f"{error.strerror}: {error.filename or root}. Make room or get access there; the parts that are done are kept."
+            return (
+                f"{error.strerror}: {error.filename or root}. Make room or get access "
+                "there; the parts that are done are kept."
+            )
         raise
 
 
 def _run(cfg: Config, root: Path, tasks: Sequence[Task]) -> Iterator[tuple[Task, Facts]]:
-    """At most resources.num_workers tasks at a time, on whichever nodes; in the order in which they finish."""
+    """At most resources.num_workers tasks at a time, on whichever nodes; in the order in which they
+    finish.
+    """
     start_ray(cfg)
     res = cfg.resources
-    make = ray.remote(_make).options(num_cpus=res.cpus_per_worker, num_gpus=int(uses_gpu(cfg)), max_retries=res.max_failures)
+    make = ray.remote(_make).options(
+        num_cpus=res.cpus_per_worker, num_gpus=int(uses_gpu(cfg)), max_retries=res.max_failures
+    )
     plan = (root / "plan.json").read_text()
     waiting, running = list(reversed(tasks)), dict[Any, Task]()
     try:
@@ -68,16 +79,26 @@ def _result(reference: Any, task: Task, max_failures: int) -> Facts:
     except RayError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"Part {task[1]} of pass {task[0] + 1} was lost with its worker {max_failures + 1} times ({reason}). "
-            "The parts that are done are kept: the same command goes on. Give workers more memory, or raise resources.max_failures."
+            f"Part {task[1]} of pass {task[0] + 1} was lost with its worker {max_failures + 1} "
+            f"times ({reason}). "
+            "The parts that are done are kept: the same command goes on. Give workers more "
+            "memory, or raise resources.max_failures."
         ) from None
     if isinstance(found, str):
         raise UserError(found)
     return found
 
 
-def embed(cfg: Config, progress: Progress, parquet: bool = False, nodes: Path | None = None, part_rows: int = PART_ROWS) -> Path:
-    """`stages.embed` with the parts made by Ray workers. The run directory must lie where every node sees it."""
+def embed(
+    cfg: Config,
+    progress: Progress,
+    parquet: bool = False,
+    nodes: Path | None = None,
+    part_rows: int = PART_ROWS,
+) -> Path:
+    """`stages.embed` with the parts made by Ray workers. The run directory must lie where every
+    node sees it.
+    """
     cfg = absolute(cfg)
     nodes = None if nodes is None else nodes.resolve()
     try:

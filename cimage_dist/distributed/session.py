@@ -1,6 +1,8 @@
-"""Joining a Ray cluster, or starting Ray on this machine: token authentication, bound to loopback, and enough room for the workers.
+"""Joining a Ray cluster, or starting Ray on this machine: token authentication, bound to loopback,
+and enough room for the workers.
 
-Before the first step: every node writes into the run directory, and every node reads what the others wrote.
+Before the first step: every node writes into the run directory, and every node reads what the
+others wrote.
 """
 
 from __future__ import annotations
@@ -21,19 +23,33 @@ from cimage_dist.errors import UserError
 
 
 def start_ray(cfg: Config) -> None:
-    """Join the cluster named by RAY_ADDRESS, or start Ray here for this run only; fail at once where the workers do not fit."""
+    """Join the cluster named by RAY_ADDRESS, or start Ray here for this run only; fail at once
+    where the workers do not fit.
+    """
     if not ray.is_initialized():
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         else:
             own_token()
-            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _node_ip_address="127.0.0.1")
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )
     check_room(cfg)
 
 
 def own_token() -> None:
-    """Have a token that only this user can read, where none is given. Ray would make one by itself, readable by all."""
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+    """Have a token that only this user can read, where none is given. Ray would make one by itself,
+    readable by all.
+    """
+    if (
+        os.environ.get("RAY_AUTH_MODE", "token").lower() != "token"
+        or os.environ.get("RAY_AUTH_TOKEN")
+        or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    ):
         return
     path = Path.home() / ".ray" / "auth_token"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,12 +62,18 @@ def own_token() -> None:
 
 
 def uses_gpu(cfg: Config) -> bool:
-    """Whether workers run on GPUs: as asked, else where the cluster has any. The driver may well have none itself."""
-    return cfg.resources.device == "cuda" or (cfg.resources.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    """Whether workers run on GPUs: as asked, else where the cluster has any. The driver may well
+    have none itself.
+    """
+    return cfg.resources.device == "cuda" or (
+        cfg.resources.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    )
 
 
 def check_room(cfg: Config) -> None:
-    """The fewest workers the run may go on with must fit into the cluster as it is; an elastic run waits for the others."""
+    """The fewest workers the run may go on with must fit into the cluster as it is; an elastic run
+    waits for the others.
+    """
     res = cfg.resources
     workers = res.min_workers or res.num_workers
     have = ray.cluster_resources()
@@ -59,33 +81,53 @@ def check_room(cfg: Config) -> None:
     for kind, count in wanted.items():
         if have.get(kind, 0) < count:
             raise UserError(
-                f"{workers} workers need {count} {kind}s, the Ray cluster has {have.get(kind, 0):g}. Lower resources.num_workers or resources.cpus_per_worker."
+                f"{workers} workers need {count} {kind}s, the Ray cluster has "
+                f"{have.get(kind, 0):g}. Lower resources.num_workers or resources.cpus_per_worker."
             )
 
 
 SEEN_WITHIN_S = 40.0
 """Network file systems cache what a folder holds, NFS by default up to 30 s (acdirmin)."""
 ANSWER_WITHIN_S = 180.0
-ADVICE = "Put run.dir on storage that all nodes mount at the same place, or set CIMAGE_STORAGE to such a folder."
+ADVICE = (
+    "Put run.dir on storage that all nodes mount at the same place, or set CIMAGE_STORAGE "
+    "to such a folder."
+)
 
 
 def check_storage(run_root: Path) -> None:
-    """Raise UserError with the names of the nodes that cannot write the run directory or do not see each other's files there."""
+    """Raise UserError with the names of the nodes that cannot write the run directory or do not see
+    each other's files there.
+    """
     run_root = Path(run_root).absolute()
     if "runtime_resources" in run_root.parts:
-        raise UserError(f"The run directory {run_root} lies in the job's copy of the working directory, which Ray deletes. {ADVICE}")
+        raise UserError(
+            f"The run directory {run_root} lies in the job's copy of the working directory, "
+            f"which Ray deletes. {ADVICE}"
+        )
     probe = run_root / f".storage-check-{secrets.token_hex(8)}"
     try:
         probe.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"The run directory {run_root} cannot be written ({error.strerror}). {ADVICE}") from None
+        raise UserError(
+            f"The run directory {run_root} cannot be written ({error.strerror}). {ADVICE}"
+        ) from None
     try:
         nodes = {
-            node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, node {node['NodeID'][:8]})" for node in ray.nodes() if node["Alive"]
+            node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, node "
+            f"{node['NodeID'][:8]})"
+            for node in ray.nodes()
+            if node["Alive"]
         }
-        _complain(nodes, _on_each(nodes, _write, str(probe)), f"These nodes cannot write the run directory {run_root}")
         _complain(
-            nodes, _on_each(nodes, _read, str(probe), nodes, SEEN_WITHIN_S), f"These nodes do not see what others wrote into the run directory {run_root}"
+            nodes,
+            _on_each(nodes, _write, str(probe)),
+            f"These nodes cannot write the run directory {run_root}",
+        )
+        _complain(
+            nodes,
+            _on_each(nodes, _read, str(probe), nodes, SEEN_WITHIN_S),
+            f"These nodes do not see what others wrote into the run directory {run_root}",
         )
     finally:
         shutil.rmtree(probe, ignore_errors=True)
@@ -93,13 +135,22 @@ def check_storage(run_root: Path) -> None:
 
 def _complain(nodes: dict[str, str], answers: dict[str, str], what: str) -> None:
     if bad := {node: text for node, text in answers.items() if text}:
-        raise UserError(f"{what}: {'; '.join(f'{nodes[node]}: {text}' for node, text in bad.items())}. {ADVICE}")
+        raise UserError(
+            f"{what}: {'; '.join(f'{nodes[node]}: {text}' for node, text in bad.items())}. {ADVICE}"
+        )
 
 
 def _on_each(nodes: dict[str, str], probe: Any, *args: Any) -> dict[str, str]:
-    """node -> what went wrong there, or an empty text. One task on each node at the same time, which needs no CPU of its own."""
+    """node -> what went wrong there, or an empty text. One task on each node at the same time,
+    which needs no CPU of its own.
+    """
     task = ray.remote(num_cpus=0, max_retries=0)(probe)
-    refs = {node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(node, *args) for node in nodes}
+    refs = {
+        node: task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(node, *args)
+        for node in nodes
+    }
     done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_WITHIN_S)
     answers = {}
     for node, ref in refs.items():

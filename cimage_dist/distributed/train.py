@@ -1,4 +1,6 @@
-"""Ray Train around the worker: the same loop and the same run directory on several processes or machines."""
+"""Ray Train around the worker: the same loop and the same run directory on several processes or
+machines.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,31 @@ from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
 
 _LOOK_EVERY_S = 1.0  # for a request to stop
-_LOCK_PATIENCE_S = 60.0  # a worker that Ray gave up may live on for a while and hold the run directory
-_RESIZE_EVERY_S = float(os.environ.get("CIMAGE_RESIZE_EVERY_S", "30"))  # an elastic run looks for new nodes
+_LOCK_PATIENCE_S = (
+    60.0  # a worker that Ray gave up may live on for a while and hold the run directory
+)
+_RESIZE_EVERY_S = float(
+    os.environ.get("CIMAGE_RESIZE_EVERY_S", "30")
+)  # an elastic run looks for new nodes
 
 
 class RaySink(LocalSink):
-    """A run directory on storage that every node sees, written by rank 0; every rank reports to Ray with each checkpoint.
+    """A run directory on storage that every node sees, written by rank 0; every rank reports to Ray
+    with each checkpoint.
 
-    Not with each record: a report makes all ranks meet in an actor of Ray's, which on busy machines takes a tenth of a second.
-    Resuming uses the directory's newest whole checkpoint, which rank 0 chooses: Ray's own record can be one report behind.
+    Not with each record: a report makes all ranks meet in an actor of Ray's, which on busy machines
+    takes a tenth of a second. Resuming uses the directory's newest whole checkpoint, which rank 0
+    chooses: Ray's own record can be one report behind.
     """
 
     def __init__(self, run: RunDir, cfg: Config, comm: Comm) -> None:
-        super().__init__(run, cfg.run, is_main=comm.is_main, catch_signals=False, lock_patience_s=_LOCK_PATIENCE_S)
+        super().__init__(
+            run,
+            cfg.run,
+            is_main=comm.is_main,
+            catch_signals=False,
+            lock_patience_s=_LOCK_PATIENCE_S,
+        )
         self.comm = comm
         self._looked = 0.0
         self._unwritten: str | None = None
@@ -76,16 +90,28 @@ class RaySink(LocalSink):
     def _note_attempt(self, step: int) -> None:
         """One line for each start of the workers: after which step, how many, when."""
         with (self.run.root / "attempts.jsonl").open("a") as file:
-            file.write(json.dumps({"after_step": step, "workers": self.comm.world, "unix_time": round(time.time(), 1)}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "after_step": step,
+                        "workers": self.comm.world,
+                        "unix_time": round(time.time(), 1),
+                    }
+                )
+                + "\n"
+            )
 
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
         try:
             if self._unwritten is None:
                 super().log(kind, step, metrics)
         except OSError as error:
-            # The others would wait for this rank: all learn of it at the next checkpoint, which is not written, so that no record is missing.
+            # The others would wait for this rank: all learn of it at the next checkpoint, which is
+            # not written, so that no record is missing.
             self._unwritten = f"The metrics of step {step} cannot be written: {unwritable(error)}"
-        plain = {name: value for name, value in metrics.items() if isinstance(value, (int, float, str))}
+        plain = {
+            name: value for name, value in metrics.items() if isinstance(value, (int, float, str))
+        }
         if self.is_main:
             self._export(kind, plain)
             self._record |= plain
@@ -96,13 +122,24 @@ class RaySink(LocalSink):
             if isinstance(value, (int, float)):
                 key = f"cimage_{kind}_{name}".replace("/", "_")
                 if key not in self._gauges:
-                    self._gauges[key] = Gauge(key, description=f"{name} of the newest {kind} record", tag_keys=("run",))
+                    self._gauges[key] = Gauge(
+                        key, description=f"{name} of the newest {kind} record", tag_keys=("run",)
+                    )
                 self._gauges[key].set(float(value), tags={"run": str(self.run.root)})
 
-    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool
+    ) -> None:
         """Collective: nobody goes on before the checkpoint is on storage."""
-        self._together(functools.partial(super().save, step, tensors, meta, is_best), f"The checkpoint of step {step}")
-        path = str(self.run.checkpoints / (self.run.checkpoints / "LATEST").read_text().strip()) if self.is_main else ""
+        self._together(
+            functools.partial(super().save, step, tensors, meta, is_best),
+            f"The checkpoint of step {step}",
+        )
+        path = (
+            str(self.run.checkpoints / (self.run.checkpoints / "LATEST").read_text().strip())
+            if self.is_main
+            else ""
+        )
         ray.train.report(self._record | {"step": step, "checkpoint_path": path})
 
     def store(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -110,7 +147,9 @@ class RaySink(LocalSink):
         self._together(functools.partial(super().store, name, tensors), f"The run's {name}")
 
     def _together(self, write: Callable[[], None], what: str) -> None:
-        """Collective: rank 0 writes. Where storage is full or forbidden all stop with the same words; no new attempt would mend that."""
+        """Collective: rank 0 writes. Where storage is full or forbidden all stop with the same
+        words; no new attempt would mend that.
+        """
         complaint = self._unwritten
         if complaint is None:
             try:
@@ -119,7 +158,10 @@ class RaySink(LocalSink):
                 complaint = f"{what} cannot be written: {unwritable(error)}"
         complaint = _first_complaint(complaint, self.comm)
         if complaint:
-            raise UserError(f"{complaint} Earlier checkpoints are whole: the same command goes on from the newest.")
+            raise UserError(
+                f"{complaint} Earlier checkpoints are whole: the same command goes on from the "
+                "newest."
+            )
 
     def stop_signal(self) -> int:
         """What the driver was told, through a file in the run directory."""
@@ -132,10 +174,15 @@ class RaySink(LocalSink):
 
 
 def unwritable(error: OSError) -> str:
-    """What the owner of the storage can mend, in words. Any other fault is raised again: it may pass, and Ray tries again."""
+    """What the owner of the storage can mend, in words. Any other fault is raised again: it may
+    pass, and Ray tries again.
+    """
     if error.errno not in UNWRITABLE:
         raise error
-    return f"{error.strerror}: {error.filename or 'a file of the run directory'}. Make room or get access there."
+    return (
+        f"{error.strerror}: {error.filename or 'a file of the run directory'}. Make room or "
+        "get access there."
+    )
 
 
 def stop_file(run: RunDir) -> Path:
@@ -152,17 +199,26 @@ def absolute(cfg: Config) -> Config:
     root = full(data.root or os.environ.get("CIMAGE_DATA_ROOT"))
     return dataclasses.replace(
         cfg,
-        data=dataclasses.replace(data, path=full(data.path), root=root, store_dir=str(Path(data.store_dir).resolve()), stage_dir=full(data.stage_dir)),
+        data=dataclasses.replace(
+            data,
+            path=full(data.path),
+            root=root,
+            store_dir=str(Path(data.store_dir).resolve()),
+            stage_dir=full(data.stage_dir),
+        ),
         cluster=dataclasses.replace(cluster, labels_path=full(cluster.labels_path)),
         run=dataclasses.replace(cfg.run, dir=str(run_dir(cfg).resolve())),
-        resources=dataclasses.replace(cfg.resources, threads=cfg.resources.threads or cfg.resources.cpus_per_worker),
+        resources=dataclasses.replace(
+            cfg.resources, threads=cfg.resources.threads or cfg.resources.cpus_per_worker
+        ),
     )
 
 
 def _train_worker(job: dict[str, Any]) -> dict[str, Any]:
     """What each Ray worker runs; the run directory holds the config.
 
-    A mistake of the user and a wish to stop are returned, not raised: trying again would not mend them.
+    A mistake of the user and a wish to stop are returned, not raised: trying again would not mend
+    them.
     """
     cfg = load_config(job["config"])
     comm = Comm.from_environment()
@@ -188,9 +244,15 @@ def _train_worker(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_complaint(own: str | None, comm: Comm) -> str | None:
-    """Collective: what the lowest rank complains of. A folder or a lock can fail on one rank only, and the others would wait for it."""
+    """Collective: what the lowest rank complains of. A folder or a lock can fail on one rank only,
+    and the others would wait for it.
+    """
     has_one = comm.gather_rows(torch.tensor([int(own is not None)]))
-    return comm.broadcast_object(own, source=int(has_one.nonzero()[0])) if bool(has_one.any()) else None
+    return (
+        comm.broadcast_object(own, source=int(has_one.nonzero()[0]))
+        if bool(has_one.any())
+        else None
+    )
 
 
 class Follower(threading.Thread):
@@ -211,13 +273,19 @@ class Follower(threading.Thread):
                 if record["kind"] == "encoder":
                     self.progress.note(f"encoder: {record['described']}")
                 elif record["kind"] == "train":
-                    self.progress.update(record["step"], record["total_steps"], {name: record[name] for name in SHOWN if name in record})
+                    self.progress.update(
+                        record["step"],
+                        record["total_steps"],
+                        {name: record[name] for name in SHOWN if name in record},
+                    )
             seen = len(records)
         self.progress.close()
 
 
 def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
-    """Train on resources.num_workers Ray workers and return the summary, as `stages.pretrain` does for one process."""
+    """Train on resources.num_workers Ray workers and return the summary, as `stages.pretrain` does
+    for one process.
+    """
     cfg = absolute(cfg)
     graph = open_graph(cfg.data)
     with stages.summarised(cfg, graph) as outcome:
@@ -225,7 +293,11 @@ def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             check_storage(outcome.run.root)
         res = cfg.resources
-        workers = f"{res.min_workers} to {res.num_workers}" if 0 < res.min_workers < res.num_workers else str(res.num_workers)
+        workers = (
+            f"{res.min_workers} to {res.num_workers}"
+            if 0 < res.min_workers < res.num_workers
+            else str(res.num_workers)
+        )
         progress.note(f"training on {workers} Ray workers into {outcome.run.root}")
         stages.announce(cfg, graph, progress)
         follower = Follower(outcome.run, progress)
@@ -282,7 +354,9 @@ def _fit(cfg: Config, run: RunDir) -> None:
         train_loop_config={"config": str(run.config)},
         scaling_config=scaling(cfg),
         # On GPUs too: labels, counts and decisions travel as CPU tensors.
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=res.timeout_s),
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=res.timeout_s
+        ),
         run_config=cast(Any, RunConfig)(
             name="ray",
             storage_path=str(run.root),
@@ -293,10 +367,19 @@ def _fit(cfg: Config, run: RunDir) -> None:
     try:
         told = _in_a_thread(trainer)
     except WorkerGroupError as error:
-        if death := next((str(failure) for failure in error.worker_failures.values() if hasattr(failure, "health_check_failure")), None):
+        if death := next(
+            (
+                str(failure)
+                for failure in error.worker_failures.values()
+                if hasattr(failure, "health_check_failure")
+            ),
+            None,
+        ):
             raise UserError(
-                f"Workers died more than resources.max_failures ({res.max_failures}) times: killed, out of memory, or with their node. "
-                f"The same command goes on from the newest checkpoint. The last death: {' '.join(death.split())[:600]}"
+                f"Workers died more than resources.max_failures ({res.max_failures}) times: "
+                "killed, out of memory, or with their node. "
+                "The same command goes on from the newest checkpoint. The last death: "
+                f"{' '.join(death.split())[:600]}"
             ) from None
         raise  # their own exception, which is a fault of ours
     if told.get("complaint"):
@@ -307,11 +390,17 @@ def _fit(cfg: Config, run: RunDir) -> None:
 
 def _network() -> dict[str, str]:
     """Which interface collectives use, where the user named one."""
-    return {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
+    return {
+        name: os.environ[name]
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if name in os.environ
+    }
 
 
 def _in_a_thread(trainer: TorchTrainer) -> dict[str, Any]:
-    """What rank 0 returned. In the main thread Ray would take SIGINT for itself and kill the workers without a checkpoint."""
+    """What rank 0 returned. In the main thread Ray would take SIGINT for itself and kill the
+    workers without a checkpoint.
+    """
     found: list[Any] = []
 
     def fit() -> None:

@@ -1,4 +1,6 @@
-"""One trial inside its Ray process: the ordinary training loop with a sink that reports validation scores and waits for leave to go on."""
+"""One trial inside its Ray process: the ordinary training loop with a sink that reports validation
+scores and waits for leave to go on.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ _POLL_S = 0.5
 
 
 class TuneSink(LocalSink):
-    """A run directory whose validation scores go to `exchange`; training goes on when the sweep asks for the next one.
+    """A run directory whose validation scores go to `exchange`; training goes on when the sweep
+    asks for the next one.
 
     So no trial runs ahead of a decision; one that is stopped takes a last step and saves.
     """
@@ -55,7 +58,9 @@ class TuneSink(LocalSink):
         self.loop_began = time.perf_counter()
         return found
 
-    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+    def tick(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None:
         self.total = total
 
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
@@ -65,7 +70,13 @@ class TuneSink(LocalSink):
         if not math.isfinite(metrics["score"]):
             raise UserError(f"The validation score at step {step} is not finite.")
         self.scores.append(metrics["score"])
-        self.exchange.report({"score": objective(self.scores, self.select), "epoch": self.epochs * step / self.total, "step": step})
+        self.exchange.report(
+            {
+                "score": objective(self.scores, self.select),
+                "epoch": self.epochs * step / self.total,
+                "step": step,
+            }
+        )
 
     def stop_signal(self) -> int:
         return signal.SIGTERM if self.exchange.is_stopped else 0
@@ -80,7 +91,9 @@ class Exchange:
         self.is_stopped = False
 
     def report(self, values: dict[str, Any]) -> None:
-        """From the training thread: hand a result over and wait until the next one is asked for, or the trial is stopped."""
+        """From the training thread: hand a result over and wait until the next one is asked for, or
+        the trial is stopped.
+        """
         self._reports.put(values)
         if not self.is_stopped:
             self._leave.acquire()
@@ -101,7 +114,9 @@ class Exchange:
 
 
 class TrialProcess(tune.Trainable):
-    """Runs trials one after the other; the process, its imports and its compiled loops serve them all."""
+    """Runs trials one after the other; the process, its imports and its compiled loops serve them
+    all.
+    """
 
     _count = 0
 
@@ -129,7 +144,9 @@ class TrialProcess(tune.Trainable):
         """A trial that is not over saves a checkpoint first."""
         self.exchange.stop()
         while self.thread.is_alive():
-            if self.is_parallel:  # its workers look for this file; a run that is just starting removes it once
+            if (
+                self.is_parallel
+            ):  # its workers look for this file; a run that is just starting removes it once
                 artifacts.write_text(stop_file(self.run_files), str(int(signal.SIGTERM)))
             self.thread.join(1.0)
 
@@ -142,7 +159,9 @@ class Job(NamedTuple):
 
 
 def _run(job: Job, exchange: Exchange) -> None:
-    """The training thread: run the trial and write its outcome, whatever happens inside. A stopped one is recorded by the sweep."""
+    """The training thread: run the trial and write its outcome, whatever happens inside. A stopped
+    one is recorded by the sweep.
+    """
     folder = job.root / "trials" / job.trial
     try:
         outcome = _train(job, exchange)
@@ -150,33 +169,58 @@ def _run(job: Job, exchange: Exchange) -> None:
         return
     except Exception as error:  # the sweep goes on; the reason is kept
         artifacts.write_text(folder / "failure.txt", traceback.format_exc())
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error} (failure.txt has the traceback)"
+        reason = (
+            str(error)
+            if isinstance(error, UserError)
+            else f"{type(error).__name__}: {error} (failure.txt has the traceback)"
+        )
         outcome = Outcome("failed", reason=reason)
     if exchange.is_stopped:
         return
     process = f"{socket.gethostname()}:{os.getpid()}"
-    outcome = dataclasses.replace(outcome, began=job.began, ended=time.time(), process=process, is_first=job.is_first)
+    outcome = dataclasses.replace(
+        outcome, began=job.began, ended=time.time(), process=process, is_first=job.is_first
+    )
     write_outcome(folder, outcome)
-    scored = {} if outcome.score is None else {"score": outcome.score, "epoch": outcome.epochs, "step": outcome.steps}
+    scored = (
+        {}
+        if outcome.score is None
+        else {"score": outcome.score, "epoch": outcome.epochs, "step": outcome.steps}
+    )
     exchange.tell(scored | {"done": True})
 
 
 def _train(job: Job, exchange: Exchange) -> Outcome:
-    trial = Trial(**artifacts.read_json(job.root / "trials" / job.trial / "trial.json", "the trial's record"))
+    trial = Trial(
+        **artifacts.read_json(job.root / "trials" / job.trial / "trial.json", "the trial's record")
+    )
     cfg = trial_config(job.root, trial)
     run = RunDir(run_dir(cfg))
     if trial.parent is not None:
         hand_over(job.root / "trials" / trial.parent, run.root, cfg.optim)
     graph = _graph(cfg)
-    seconds = _train_parallel(cfg, run, exchange) if cfg.resources.num_workers > 1 else _train_here(cfg, graph, exchange)
+    seconds = (
+        _train_parallel(cfg, run, exchange)
+        if cfg.resources.num_workers > 1
+        else _train_here(cfg, graph, exchange)
+    )
     scores = [record["score"] for record in val_records(run.root)]
     steps = int(artifacts.read_json(run.summary, "the run's summary")["steps"])
     views = view_scores(cfg, graph) if _wants_views(job.root) else None
-    return Outcome("done", objective(scores, cfg.train.select), cfg.train.epochs, steps, round(seconds, 3), views=views)
+    return Outcome(
+        "done",
+        objective(scores, cfg.train.select),
+        cfg.train.epochs,
+        steps,
+        round(seconds, 3),
+        views=views,
+    )
 
 
 def _train_here(cfg: Config, graph: Graph, exchange: Exchange) -> float:
-    """The loop in this process; returns its seconds. A stopped run is summarised too, so that it can be reported on, before Interrupted goes on."""
+    """The loop in this process; returns its seconds. A stopped run is summarised too, so that it
+    can be reported on, before Interrupted goes on.
+    """
     stop: Interrupted | None = None
     with stages.summarised(cfg, graph) as outcome:
         sink = TuneSink(outcome.run, cfg, exchange)
@@ -194,7 +238,9 @@ def _train_here(cfg: Config, graph: Graph, exchange: Exchange) -> float:
 
 
 def _wants_views(root: Path) -> bool:
-    return bool(artifacts.read_json(root / "sweep.json", "the sweep's settings")["settings"]["views"])
+    return bool(
+        artifacts.read_json(root / "sweep.json", "the sweep's settings")["settings"]["views"]
+    )
 
 
 _kept: list[tuple[str, Graph]] = []
@@ -209,7 +255,9 @@ def _graph(cfg: Config) -> Graph:
 
 
 def _train_parallel(cfg: Config, run: RunDir, exchange: Exchange) -> float:
-    """A Ray Train run of several workers; its validation scores are read from the run directory. Returns its seconds."""
+    """A Ray Train run of several workers; its validation scores are read from the run directory.
+    Returns its seconds.
+    """
     is_over = threading.Event()
 
     def follow() -> None:

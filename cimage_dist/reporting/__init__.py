@@ -1,1 +1,1 @@
-"""Reports: one self-contained HTML page for a run, drawn from plain chart descriptions that figures for papers are drawn from too."""
+"""Reports: charts by Vega-Lite, on self-contained HTML pages and in figures for papers."""

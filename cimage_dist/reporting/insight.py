@@ -1,6 +1,8 @@
-"""Charts that need the trained model and the graph: dependence of factors, a map of the embedding, mistakes by class and by degree.
+"""Charts that need the trained model and the graph: dependence of factors, a map of the embedding,
+mistakes by class and by degree.
 
-Labels of test nodes are not read here; where classes appear, they are those of training and validation nodes.
+Labels of test nodes are not read here; where classes appear, they are those of training and
+validation nodes.
 """
 
 from __future__ import annotations
@@ -29,22 +31,36 @@ _MOST_CLASSES = 30
 
 def sample(num_nodes: int, count: int, seed: int) -> Tensor:
     """At most `count` nodes by a keyed draw, ascending."""
-    return torch.argsort(keyed.bits(keyed.stream(seed, "diagnostics", 3), torch.arange(num_nodes)))[:count].sort().values
+    return (
+        torch.argsort(keyed.bits(keyed.stream(seed, "diagnostics", 3), torch.arange(num_nodes)))[
+            :count
+        ]
+        .sort()
+        .values
+    )
 
 
-def dependence_charts(h: Tensor, labels: Tensor, gids: Tensor, in_context: Tensor, cfg: Config) -> tuple[list[Chart], dict[str, float]]:
-    """The HSIC matrix between factors, F1 first, and the dependence of F1 and F2 given the labels beside random partitions; h [n, K, c] of the sample.
+def dependence_charts(
+    h: Tensor, labels: Tensor, gids: Tensor, in_context: Tensor, cfg: Config
+) -> tuple[list[Chart], dict[str, float]]:
+    """The HSIC matrix between factors, F1 first, and the dependence of F1 and F2 given the labels
+    beside random partitions; h [n, K, c] of the sample.
 
-    Also {"ours", "random", "below"}: the two values and the share of random partitions that are more dependent.
+    Also {"ours", "random", "below"}: the two values and the share of random partitions that are
+    more dependent.
     """
     num_factors = h.shape[1]
-    stats = block_statistics(h.flatten(1), labels, gids, seed=cfg.run.seed, block_size=cfg.ci.block_size)
+    stats = block_statistics(
+        h.flatten(1), labels, gids, seed=cfg.run.seed, block_size=cfg.ci.block_size
+    )
     between = stats.G.view(num_factors, h.shape[2], num_factors, h.shape[2]).mean(dim=(1, 3))
     order = torch.cat([in_context.nonzero().squeeze(1), (~in_context).nonzero().squeeze(1)])
     first = int(in_context.sum())
     names = [f"{'F1' if in_context[k] else 'F2'}·{k}" for k in order.tolist()]
     matrix = heat(
-        "HSIC between factors", "Mean normalised HSIC of their channels, F1 first. The dashed lines part F1 from F2: independent contexts leave the off-diagonal blocks pale.",
+        "HSIC between factors", "Mean normalised HSIC of their channels, F1 first. The dashed "
+                                "lines part F1 from F2: independent contexts leave the "
+                                "off-diagonal blocks pale.",
         "factor", "factor", names, names, between[order][:, order].tolist(), split=first if 0 < first < num_factors else 0,
     )  # fmt: skip
     blocks: dict[str, Any] = {"block_size": cfg.ci.block_size, "seed": cfg.run.seed}
@@ -52,11 +68,24 @@ def dependence_charts(h: Tensor, labels: Tensor, gids: Tensor, in_context: Tenso
     ours = conditional_hsic(rows, labels, gids, in_context, **blocks)
     draws = []
     for draw in range(_RANDOM_PARTITIONS):
-        shuffled = in_context[torch.argsort(keyed.bits(keyed.stream(cfg.run.seed, "diagnostics", 4, draw), torch.arange(num_factors)))]
+        shuffled = in_context[
+            torch.argsort(
+                keyed.bits(
+                    keyed.stream(cfg.run.seed, "diagnostics", 4, draw), torch.arange(num_factors)
+                )
+            )
+        ]
         draws.append(conditional_hsic(rows, labels, gids, shuffled, **blocks))
-    found = {"ours": ours, "random": float(np.mean(draws)), "below": float(np.mean(np.array(draws) > ours))}
+    found = {
+        "ours": ours,
+        "random": float(np.mean(draws)),
+        "below": float(np.mean(np.array(draws) > ours)),
+    }
     chart = histogram(
-        "Is the partition better than chance?", f"Dependence of F1 and F2 given the pseudo-labels, for {_RANDOM_PARTITIONS} random partitions of the same sizes; lower is closer to conditional independence.",
+        "Is the partition better than chance?", "Dependence of F1 and F2 given the "
+                                                f"pseudo-labels, for {_RANDOM_PARTITIONS} "
+                                                "random partitions of the same sizes; lower is "
+                                                "closer to conditional independence.",
         "normalised HSIC(F1, F2 | labels)", "partitions", draws, [(ours, "this run")],
     )  # fmt: skip
     return [matrix, chart], found
@@ -73,7 +102,9 @@ def map_chart(
     known: Tensor | None,
     seed: int,
 ) -> Chart:
-    """Two-dimensional maps of some rows of the embedding; z [n, D], gids [n], degree and clusters of the same rows, the others of all nodes."""
+    """Two-dimensional maps of some rows of the embedding; z [n, D], gids [n], degree and clusters
+    of the same rows, the others of all nodes.
+    """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
@@ -83,22 +114,37 @@ def map_chart(
     if len(rows) > 60:
         views["t-SNE"] = TSNE(init="pca", random_state=seed, perplexity=30).fit_transform(flat)
     colours = {"cluster": classes(clusters.tolist())}
-    texts = [f"node {g}\ndegree {d}\ncluster {c}" for g, d, c in zip(gids.tolist(), degree.tolist(), clusters.tolist(), strict=True)]
+    texts = [
+        f"node {g}\ndegree {d}\ncluster {c}"
+        for g, d, c in zip(gids.tolist(), degree.tolist(), clusters.tolist(), strict=True)
+    ]
     if y is not None and known is not None:
         seen = torch.where(known[gids], y[gids], -1).tolist()
         colours["label"] = classes(seen)
-        texts = [f"{t}\nlabel {'not shown (test)' if v < 0 else v}" for t, v in zip(texts, seen, strict=True)]
+        texts = [
+            f"{t}\nlabel {'not shown (test)' if v < 0 else v}"
+            for t, v in zip(texts, seen, strict=True)
+        ]
     if pseudo is not None and confidence is not None:
         colours["pseudo-label"] = classes(pseudo[gids].tolist())
         rank = confidence.double().argsort().argsort().double() / max(1, confidence.numel() - 1)
-        colours["confidence"] = shades(rank[gids].tolist(), "rank of the confidence of the initial label")
+        colours["confidence"] = shades(
+            rank[gids].tolist(), "rank of the confidence of the initial label"
+        )
     colours["degree"] = shades(torch.log10(1.0 + degree.double()).tolist(), "log10 of 1 + degree")
-    note = f"{len(rows):,} nodes; each dot is one. Distances in t-SNE mean little beyond near and far. Labels of test nodes are not shown."
+    note = (
+        f"{len(rows):,} nodes; each dot is one. Distances in t-SNE mean little beyond near "
+        "and far. Labels of test nodes are not shown."
+    )
     return scatter("Map of the embedding", note, views, colours, texts)
 
 
-def mistake_charts(z: Tensor, graph: Graph, topology: Topology, split: NodeSplit, cfg: Config, hops: int) -> list[Chart]:
-    """Confusion on validation nodes, and accuracy by degree beside smoothed features. The probe is fitted on training nodes."""
+def mistake_charts(
+    z: Tensor, graph: Graph, topology: Topology, split: NodeSplit, cfg: Config, hops: int
+) -> list[Chart]:
+    """Confusion on validation nodes, and accuracy by degree beside smoothed features. The probe is
+    fitted on training nodes.
+    """
     y = graph.labels()
     assert y is not None
     blind = replace(split, test=torch.zeros_like(split.test))
@@ -106,16 +152,41 @@ def mistake_charts(z: Tensor, graph: Graph, topology: Topology, split: NodeSplit
     if nodes.numel() == 0:
         return []
     ours = linear_probe(z, y, blind, cfg.eval, cfg.run.seed, num_classes=graph.num_classes).pred
-    smoothed = linear_probe(smooth_features(graph.features(), topology, hops), y, blind, cfg.eval, cfg.run.seed, num_classes=graph.num_classes).pred
+    smoothed = linear_probe(
+        smooth_features(graph.features(), topology, hops),
+        y,
+        blind,
+        cfg.eval,
+        cfg.run.seed,
+        num_classes=graph.num_classes,
+    ).pred
     assert ours is not None and smoothed is not None
     charts = []
     if graph.num_classes <= _MOST_CLASSES:
-        counts = torch.zeros(graph.num_classes, graph.num_classes).index_put_((y[nodes], ours[nodes]), torch.tensor(1.0), accumulate=True)
+        counts = torch.zeros(graph.num_classes, graph.num_classes).index_put_(
+            (y[nodes], ours[nodes]), torch.tensor(1.0), accumulate=True
+        )
         share = 100 * counts / counts.sum(1, keepdim=True).clamp(min=1)
-        note = "Percent of the validation nodes of a class (row) that the linear probe puts into each class (column)."
-        charts.append(heat("Confusion", note, "predicted", "class", range(graph.num_classes), range(graph.num_classes), share.round().tolist(), text=True))
+        note = (
+            "Percent of the validation nodes of a class (row) that the linear probe puts "
+            "into each class (column)."
+        )
+        charts.append(
+            heat(
+                "Confusion",
+                note,
+                "predicted",
+                "class",
+                range(graph.num_classes),
+                range(graph.num_classes),
+                share.round().tolist(),
+                text=True,
+            )
+        )
     degree = topology.degrees()[nodes]
-    edges = torch.quantile(degree.double(), torch.linspace(0, 1, _DEGREE_GROUPS + 1, dtype=torch.float64)).unique()
+    edges = torch.quantile(
+        degree.double(), torch.linspace(0, 1, _DEGREE_GROUPS + 1, dtype=torch.float64)
+    ).unique()
     group = torch.bucketize(degree.double(), edges[1:-1], right=True)
     names: list[str] = []
     rows: dict[str, list[float]] = {"CIMAGE": [], "smoothed features": []}

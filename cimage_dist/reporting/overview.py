@@ -15,7 +15,11 @@ def show_keys(is_printed: bool) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for key, item, about in known_keys():
-        default = item.default_factory() if item.default is dataclasses.MISSING and callable(item.default_factory) else item.default
+        default = (
+            item.default_factory()
+            if item.default is dataclasses.MISSING and callable(item.default_factory)
+            else item.default
+        )
         rows.append({"key": key, "default": default, "type": str(item.type), "meaning": about})
     if is_printed:
         from rich.console import Console
@@ -40,8 +44,15 @@ def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:
     exists = {
         "graph store": {"path": store, "exists": (Path(store) / artifacts.MANIFEST).is_file()},
         "run": {"path": str(run.root), "exists": run.config.is_file()},
-        "checkpoints": {"path": str(run.checkpoints), "exists": bool(checkpoint.steps(run.checkpoints)), "steps": checkpoint.steps(run.checkpoints)},
-        "embeddings": {"path": str(run.embeddings), "exists": (run.embeddings / artifacts.MANIFEST).is_file()},
+        "checkpoints": {
+            "path": str(run.checkpoints),
+            "exists": bool(checkpoint.steps(run.checkpoints)),
+            "steps": checkpoint.steps(run.checkpoints),
+        },
+        "embeddings": {
+            "path": str(run.embeddings),
+            "exists": (run.embeddings / artifacts.MANIFEST).is_file(),
+        },
         "scores": {"path": str(run.evaluation), "exists": run.evaluation.is_file()},
     }
     if is_printed:
@@ -62,21 +73,34 @@ def doctor(is_printed: bool) -> dict[str, Any]:
     facts = environment.describe()
     optional = environment.optional_packages()
     root = os.environ.get("CIMAGE_DATA_ROOT")
-    facts |= {"optional": optional, "data_root": root, "data_root_exists": bool(root and Path(root).is_dir())}
+    facts |= {
+        "optional": optional,
+        "data_root": root,
+        "data_root_exists": bool(root and Path(root).is_dir()),
+    }
     missing = [name for name, version in facts["packages"].items() if version is None]
     facts["healthy"] = not missing
     if is_printed:
-        print(f"python {facts['python']} on {facts['platform']}, {facts['cpu_count']} CPUs, torch uses {facts['torch_threads']} threads")
-        print("devices: " + (", ".join(facts["cuda"]) if facts["cuda"] else "CPU only (no CUDA device seen)"))
+        print(
+            f"python {facts['python']} on {facts['platform']}, {facts['cpu_count']} CPUs, torch "
+            f"uses {facts['torch_threads']} threads"
+        )
+        print(
+            "devices: "
+            + (", ".join(facts["cuda"]) if facts["cuda"] else "CPU only (no CUDA device seen)")
+        )
         for name, version in facts["packages"].items():
             print(f"  {'ok     ' if version else 'MISSING'} {name} {version or ''}")
         for item in optional:
             state = (
-                f"ok      {item['name']} {item['version'] or ''}" if item["present"] else f"absent  {item['name']}: would add {item['adds']}; {item['install']}"
+                f"ok      {item['name']} {item['version'] or ''}"
+                if item["present"]
+                else f"absent  {item['name']}: would add {item['adds']}; {item['install']}"
             )
             print(f"  {state}")
         print(
-            f"data root: {root or 'not set (CIMAGE_DATA_ROOT); raw files are looked for under <data.store_dir>/raw'}{'' if not root or facts['data_root_exists'] else ' (does not exist)'}"
+            "data root: "
+            f"{root or 'not set (CIMAGE_DATA_ROOT); raw files are looked for under <data.store_dir>/raw'}{'' if not root or facts['data_root_exists'] else ' (does not exist)'}"
         )
         print("ready" if facts["healthy"] else f"not ready: install {', '.join(missing)}")
     return facts

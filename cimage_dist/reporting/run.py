@@ -33,7 +33,9 @@ from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 
 Note = Callable[[str], None]
 _HSIC_ROWS = 2_000
-_ON_DISK = 200_000  # nodes up to which the whole embedding is clustered; beyond, the shown sample is
+_ON_DISK = (
+    200_000  # nodes up to which the whole embedding is clustered; beyond, the shown sample is
+)
 
 
 class _Run:
@@ -42,18 +44,30 @@ class _Run:
     def __init__(self, folder: Path) -> None:
         self.dir = RunDir(folder)
         if not self.dir.summary.is_file():
-            raise UserError(f"No finished run in {folder}. Run `cimage pretrain` with the same config first.")
+            raise UserError(
+                f"No finished run in {folder}. Run `cimage pretrain` with the same config first."
+            )
         cfg = load_config(self.dir.config)
-        self.cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(folder)))  # it may have been moved
+        self.cfg = dataclasses.replace(
+            cfg, run=dataclasses.replace(cfg.run, dir=str(folder))
+        )  # it may have been moved
         self.summary = artifacts.read_json(self.dir.summary, "the run's summary")
         self.env = artifacts.read_json(self.dir.environment, "the run's environment record")
-        self.scores: dict[str, Any] | None = artifacts.read_json(self.dir.evaluation, "the run's scores") if self.dir.evaluation.is_file() else None
+        self.scores: dict[str, Any] | None = (
+            artifacts.read_json(self.dir.evaluation, "the run's scores")
+            if self.dir.evaluation.is_file()
+            else None
+        )
         self.records = read_metrics(self.dir.metrics)
         best = self.summary["best"]
-        self.chosen = best["step"] if self.cfg.train.select == "val" and best else self.summary["steps"]
+        self.chosen = (
+            best["step"] if self.cfg.train.select == "val" and best else self.summary["steps"]
+        )
 
 
-def write_run_page(folder: Path, points: int = 2_000, note: Note = lambda text: None) -> tuple[Path, list[Chart]]:
+def write_run_page(
+    folder: Path, points: int = 2_000, note: Note = lambda text: None
+) -> tuple[Path, list[Chart]]:
     """Write report.html into the run's folder; (its path, the charts on it)."""
     run = _Run(folder)
     insights, dependence = _insights(run, points, note)
@@ -61,14 +75,25 @@ def write_run_page(folder: Path, points: int = 2_000, note: Note = lambda text: 
     sections = [
         section("Scores", "", _score_charts(run)),
         section("Embedding", "", insights["embedding"]),
-        section("Contexts", "CIMAGE parts the factors of a node into two contexts and predicts the second from the first.", [*insights["dependence"], *partition_charts(run.records, cfg.model.num_factors)]),
+        section("Contexts", "CIMAGE parts the factors of a node into two contexts and predicts "
+                            "the second from the first.", [*insights["dependence"], *partition_charts(run.records, cfg.model.num_factors)]),
         section("Training", "", loss_charts(run.records, run.chosen if run.cfg.train.select == "val" else None)),
         section("Cost", "", cost_charts(run.records)),
         section("Settings", "", [table("Differences from the defaults", "", ["key", "value", "default"], changed_settings(cfg)), table("Environment", "", ["", ""], _environment(env))]),
     ]  # fmt: skip
-    about = f"{env['graph']['nodes']:,} nodes, {env['graph']['edges'] // 2:,} edges; seed {cfg.run.seed}; settings {run.summary['fingerprint']}; {folder}"
+    about = (
+        f"{env['graph']['nodes']:,} nodes, {env['graph']['edges'] // 2:,} edges; seed "
+        f"{cfg.run.seed}; settings {run.summary['fingerprint']}; {folder}"
+    )
     path = run.dir.page
-    write_page(path, f"CIMAGE on {env['graph']['name']}", about, verdict(run.scores, run.records, dependence), _facts(run), sections)
+    write_page(
+        path,
+        f"CIMAGE on {env['graph']['name']}",
+        about,
+        verdict(run.scores, run.records, dependence),
+        _facts(run),
+        sections,
+    )
     return path, [chart for part in sections for chart in part["charts"]]
 
 
@@ -82,7 +107,12 @@ def _facts(run: _Run) -> list[tuple[str, str]]:
     if scores.get("cluster") and "nmi" in scores["cluster"]:
         facts.append((f"{scores['cluster']['nmi']:.1f} %", "NMI of k-means with the classes"))
     if run.summary["best"]:
-        facts.append((f"{run.summary['best']['score']:.2f} %", f"best validation score, step {run.summary['best']['step']:,}"))
+        facts.append(
+            (
+                f"{run.summary['best']['score']:.2f} %",
+                f"best validation score, step {run.summary['best']['step']:,}",
+            )
+        )
     train = of_kind(run.records, "train")
     facts.append((f"{run.summary['steps']:,}", "steps"))
     if train and all("seconds" in r for r in train):
@@ -93,18 +123,37 @@ def _facts(run: _Run) -> list[tuple[str, str]]:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
-def verdict(scores: dict[str, Any] | None, records: list[dict[str, Any]], dependence: dict[str, float] | None) -> list[str]:
+def verdict(
+    scores: dict[str, Any] | None,
+    records: list[dict[str, Any]],
+    dependence: dict[str, float] | None,
+) -> list[str]:
     """Sentences a reader needs before any chart, the unwelcome ones too."""
     said = []
     if scores is None:
-        said.append("Not scored yet: run `cimage evaluate` with the same config, then the report again.")
+        said.append(
+            "Not scored yet: run `cimage evaluate` with the same config, then the report again."
+        )
     else:
-        for group, key, what in (("node", "test", "Test accuracy"), ("link", "auc", "Link AUC"), ("cluster", "nmi", "Clustering NMI")):
+        for group, key, what in (
+            ("node", "test", "Test accuracy"),
+            ("link", "auc", "Link AUC"),
+            ("cluster", "nmi", "Clustering NMI"),
+        ):
             ours = (scores.get(group) or {}).get(key)
-            others = {name: (found.get(group) or {}).get(key) for name, found in scores.get("controls", {}).items()}
+            others = {
+                name: (found.get(group) or {}).get(key)
+                for name, found in scores.get("controls", {}).items()
+            }
             known = {name: value for name, value in others.items() if value is not None}
             if ours is None or not known:
                 continue
@@ -112,22 +161,39 @@ def verdict(scores: dict[str, Any] | None, records: list[dict[str, Any]], depend
             best = chosen if chosen in known else max(known, key=lambda name: known[name])
             gap = ours - known[best]
             word = "above" if gap > 0 else "BELOW"
-            said.append(f"{what} {ours:.2f} %: {abs(gap):.2f} points {word} the best control ({best}, {known[best]:.2f} %).")
+            said.append(
+                f"{what} {ours:.2f} %: {abs(gap):.2f} points {word} the best control ({best}, "
+                f"{known[best]:.2f} %)."
+            )
         if said:
             said.append("This is one seed: look at the spread over seeds before believing a point.")
     if dependence:
         share = dependence["below"]
-        word = "less dependent than" if share >= 0.95 else "MORE dependent than" if share <= 0.05 else "about as dependent as"
+        word = (
+            "less dependent than"
+            if share >= 0.95
+            else "MORE dependent than"
+            if share <= 0.05
+            else "about as dependent as"
+        )
         said.append(
-            f"Given the pseudo-labels, F1 and F2 are {word} random contexts of the same sizes: HSIC {dependence['ours']:.3f} against {dependence['random']:.3f}, lower than {share:.0%} of them."
+            f"Given the pseudo-labels, F1 and F2 are {word} random contexts of the same sizes: "
+            f"HSIC {dependence['ours']:.3f} against {dependence['random']:.3f}, lower than "
+            f"{share:.0%} of them."
         )
     refreshes = of_kind(records, "ci")
     odd = [r for r in refreshes if r.get("status") not in (None, "ok", "kept-previous")]
     if odd:
-        said.append(f"{len(odd)} of {len(refreshes)} refreshes did not find a partition the usual way ({', '.join(sorted({r['status'] for r in odd}))}).")
+        said.append(
+            f"{len(odd)} of {len(refreshes)} refreshes did not find a partition the usual way "
+            f"({', '.join(sorted({r['status'] for r in odd}))})."
+        )
     least = [r["variance_f2_min"] for r in refreshes if "variance_f2_min" in r]
     if least and least[-1] < 1e-6:
-        said.append("A factor of F2 has collapsed to a constant at the end: its reconstruction teaches nothing.")
+        said.append(
+            "A factor of F2 has collapsed to a constant at the end: its reconstruction teaches "
+            "nothing."
+        )
     return said
 
 
@@ -135,18 +201,30 @@ def _score_charts(run: _Run) -> list[Chart]:
     if run.scores is None:
         return []
     columns, rows = score_table(run.scores)
-    charts = [table("Scores in percent", "; ".join(footnotes(run.scores)) + ".", columns, rows, bold=len(columns) - 1)]
+    charts = [
+        table(
+            "Scores in percent",
+            "; ".join(footnotes(run.scores)) + ".",
+            columns,
+            rows,
+            bold=len(columns) - 1,
+        )
+    ]
     few = run.scores.get("few_labels") or {}
     methods = {"CIMAGE": run.scores, **run.scores.get("controls", {})}
     counts = [n for n, row in few.items() if row["mean"] is not None]
     if counts:
-        cells = {name: [(found.get("few_labels") or {}).get(n) or {} for n in counts] for name, found in methods.items()}
+        cells = {
+            name: [(found.get("few_labels") or {}).get(n) or {} for n in counts]
+            for name, found in methods.items()
+        }
         means = {name: [c.get("mean") for c in row] for name, row in cells.items()}
         spread = {name: [c.get("std") or 0.0 for c in row] for name, row in cells.items()}
         charts.append(
             bars(
                 "Few labels",
-                "Test accuracy by labels per class; lines are the standard deviation over label draws.",
+                "Test accuracy by labels per class; lines are the standard deviation over label "
+                "draws.",
                 "percent",
                 [f"{n} a class" for n in counts],
                 means,
@@ -158,11 +236,20 @@ def _score_charts(run: _Run) -> list[Chart]:
 
 def _environment(env: dict[str, Any]) -> list[list[str]]:
     versions = [[name, str(version)] for name, version in env["packages"].items() if version]
-    return [["Python", env["python"]], ["platform", env["platform"]], ["CPUs", str(env["cpu_count"])], *versions]
+    return [
+        ["Python", env["python"]],
+        ["platform", env["platform"]],
+        ["CPUs", str(env["cpu_count"])],
+        *versions,
+    ]
 
 
-def _insights(run: _Run, points: int, note: Note) -> tuple[dict[str, list[Chart]], dict[str, float] | None]:
-    """What needs the graph and the model; left out with a note where the graph cannot be opened any more."""
+def _insights(
+    run: _Run, points: int, note: Note
+) -> tuple[dict[str, list[Chart]], dict[str, float] | None]:
+    """What needs the graph and the model; left out with a note where the graph cannot be opened any
+    more.
+    """
     found: dict[str, list[Chart]] = {"embedding": [], "dependence": []}
     try:
         graph = open_graph(run.cfg.data)
@@ -173,7 +260,11 @@ def _insights(run: _Run, points: int, note: Note) -> tuple[dict[str, list[Chart]
         note(f"the map and the contexts are left out: {error}")
         return found, None
     topology, _ = training_graph(graph, run.cfg.data, run.cfg.run.seed)
-    kept = artifacts.read_tensors(run.dir.root / "pseudo-labels") if (run.dir.root / "pseudo-labels").is_dir() else None
+    kept = (
+        artifacts.read_tensors(run.dir.root / "pseudo-labels")
+        if (run.dir.root / "pseudo-labels").is_dir()
+        else None
+    )
     note("drawing the map of the embedding")
     found["embedding"] = _embedding_charts(run, graph, topology, kept, points)
     dependence = None
@@ -183,19 +274,27 @@ def _insights(run: _Run, points: int, note: Note) -> tuple[dict[str, list[Chart]
         chosen = torch.nonzero(kept["labels"] >= 0).squeeze(1)
         chosen = chosen[insight.sample(chosen.numel(), _HSIC_ROWS, run.cfg.run.seed)]
         h = _factors(run.cfg, graph, topology, model.encoder, chosen)
-        found["dependence"], dependence = insight.dependence_charts(h, kept["labels"][chosen].long(), chosen, in_context, run.cfg)
+        found["dependence"], dependence = insight.dependence_charts(
+            h, kept["labels"][chosen].long(), chosen, in_context, run.cfg
+        )
     return found, dependence
 
 
 def _factors(cfg: Config, graph: Graph, topology: Any, encoder: Any, gids: Tensor) -> Tensor:
     """Disentangled factors of some nodes, [n, K, c], as a refresh sees them."""
     device = next(encoder.parameters()).device
-    embedder = SampledEmbedder(graph.x, topology, cfg, device) if cfg.sampler.fanouts else FullEmbedder(graph.features().to(device), topology)
+    embedder = (
+        SampledEmbedder(graph.x, topology, cfg, device)
+        if cfg.sampler.fanouts
+        else FullEmbedder(graph.features().to(device), topology)
+    )
     h = embedder(encoder, gids, 0).h.cpu()
     return normalize_factors(h) if cfg.ci.normalize else h
 
 
-def _embedding_charts(run: _Run, graph: Graph, topology: Any, kept: dict[str, Tensor] | None, points: int) -> list[Chart]:
+def _embedding_charts(
+    run: _Run, graph: Graph, topology: Any, kept: dict[str, Tensor] | None, points: int
+) -> list[Chart]:
     cfg, y = run.cfg, graph.labels()
     gids = insight.sample(graph.num_nodes, points, cfg.run.seed)
     rows = open_rows(run.dir.embeddings)
@@ -209,10 +308,25 @@ def _embedding_charts(run: _Run, graph: Graph, topology: Any, kept: dict[str, Te
     known = None if y is None or split is None else (split.train | split.val) & (y >= 0)
     charts = [
         insight.map_chart(
-            shown, gids, topology.degrees()[gids], clusters, kept["confidence"] if kept else None, kept["labels"] if kept else None, y, known, cfg.run.seed
+            shown,
+            gids,
+            topology.degrees()[gids],
+            clusters,
+            kept["confidence"] if kept else None,
+            kept["labels"] if kept else None,
+            y,
+            known,
+            cfg.run.seed,
         )
     ]
-    if whole is not None and split is not None and y is not None and bool((y[split.train] >= 0).any()):
-        hops = (((run.scores or {}).get("controls") or {}).get("smoothed") or {}).get("hops", FIXED_HOPS)
+    if (
+        whole is not None
+        and split is not None
+        and y is not None
+        and bool((y[split.train] >= 0).any())
+    ):
+        hops = (((run.scores or {}).get("controls") or {}).get("smoothed") or {}).get(
+            "hops", FIXED_HOPS
+        )
         charts += insight.mistake_charts(whole, graph, topology, split, cfg, hops)
     return charts

@@ -14,25 +14,47 @@ from cimage_dist.io.artifacts import RunDir
 
 OURS = "CIMAGE"
 SCORES = {
-    "node": {"pool": "node probe, draws of train + val", "val": "node probe, val", "test": "node probe, test"},
+    "node": {
+        "pool": "node probe, draws of train + val",
+        "val": "node probe, val",
+        "test": "node probe, test",
+    },
     "cluster": {"acc": "clustering ACC", "nmi": "clustering NMI"},
     "link": {"auc": "link AUC", "ap": "link AP"},
 }
 
 
 def score_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(column names, rows): one row a score, one column a method, ours last. Percent; ± is the population standard deviation."""
-    methods = {**result.get("controls", {}), OURS if "run_dir" in result else "this embedding": result}
+    """(column names, rows): one row a score, one column a method, ours last. Percent; ± is the
+    population standard deviation.
+    """
+    methods = {
+        **result.get("controls", {}),
+        OURS if "run_dir" in result else "this embedding": result,
+    }
     rows = []
     for n in result.get("few_labels") or {}:
         cells = [(scores.get("few_labels") or {}).get(n) for scores in methods.values()]
-        rows.append([f"{n} labels per class", *[f"{c['mean']:.1f} ± {c['std']:.1f}" if c and c["mean"] is not None else "-" for c in cells]])
+        rows.append(
+            [
+                f"{n} labels per class",
+                *[
+                    f"{c['mean']:.1f} ± {c['std']:.1f}" if c and c["mean"] is not None else "-"
+                    for c in cells
+                ],
+            ]
+        )
     for group, keys in SCORES.items():
         for key, label in keys.items():
             values = [(scores.get(group) or {}).get(key) for scores in methods.values()]
             errors = [(scores.get(group) or {}).get(f"{key}_se") for scores in methods.values()]
             if any(value is not None for value in values):
-                rows.append([label, *[_cell(value, error) for value, error in zip(values, errors, strict=True)]])
+                rows.append(
+                    [
+                        label,
+                        *[_cell(value, error) for value, error in zip(values, errors, strict=True)],
+                    ]
+                )
     return ["", *methods], rows
 
 
@@ -48,7 +70,8 @@ def about_controls(controls: dict[str, dict[str, Any]]) -> str:
     said = {
         "raw": "node features",
         "smoothed": f"features averaged over {smoothed.get('hops', 2)} hops",
-        "pagerank": f"{pagerank.get('steps')} steps of h = (1-a)·A·h + a·x with a = {pagerank.get('alpha')}",
+        "pagerank": f"{pagerank.get('steps')} steps of h = (1-a)·A·h + a·x with a = "
+        f"{pagerank.get('alpha')}",
         "pca": f"{pca.get('width')} principal components of {pca.get('of')}",
         "untrained": "our encoder before training",
     }
@@ -58,7 +81,10 @@ def about_controls(controls: dict[str, dict[str, Any]]) -> str:
 def _choice_notes(result: dict[str, Any]) -> list[str]:
     """How hops and a were chosen, and which control is the best by validation."""
     by = (result["controls"].get("pagerank") or {}).get("chosen_by")
-    how = {"pool": "hops and a: chosen on the draws of train + val, each control for itself", "fixed": "hops and a: fixed, as no labels can choose"}
+    how = {
+        "pool": "hops and a: chosen on the draws of train + val, each control for itself",
+        "fixed": "hops and a: fixed, as no labels can choose",
+    }
     notes = [how[by]] if by in how else []
     best = result.get("controls_best") or {}
     if best.get("any"):
@@ -68,25 +94,41 @@ def _choice_notes(result: dict[str, Any]) -> list[str]:
 
 
 def footnotes(result: dict[str, Any]) -> list[str]:
-    notes = [f"graph {result.get('graph', '?')}, seed {result.get('seed', '?')}, {result.get('edges', '')}"]
+    notes = [
+        f"graph {result.get('graph', '?')}, seed {result.get('seed', '?')}, "
+        f"{result.get('edges', '')}"
+    ]
     if result.get("run_dir"):
         notes.append(f"trained: {result.get('objective', '?')}")
     if result.get("link") is None:
         notes.append(f"no link scores: {result.get('link_reason', 'not asked for')}")
     elif result.get("controls"):
-        notes.append("link scores: a pair by the dot product, cosine or centred cosine of its rows, ours also by the "
-            "edge decoder, whichever ranks the validation edges best")
+        notes.append(
+            "link scores: a pair by the dot product, cosine or centred cosine of its rows, ours "
+            "also by the "
+            "edge decoder, whichever ranks the validation edges best"
+        )
     if result.get("controls"):
         notes.append(about_controls(result["controls"]))
         notes += _choice_notes(result)
     if (result.get("node") or {}).get("pool") is not None:
-        notes.append("draws of train + val: fitted on a draw, scored on the other labelled training and validation nodes; mean ± standard error over the draws")
+        notes.append(
+            "draws of train + val: fitted on a draw, scored on the other labelled training and "
+            "validation nodes; mean ± standard error over the draws"
+        )
     if result.get("node") is None:
         notes.append(f"no node scores: {result.get('node_reason', 'not asked for')}")
     few = result.get("few_labels") or {}
     if count := max((len(row["scores"]) for row in few.values()), default=0):
-        notes.append(f"few labels: test accuracy, mean ± std over {count} random label draws, without a validation set")
-    notes += [f"no score with {n} labels per class: {row['reason']}" for n, row in few.items() if row.get("reason")]
+        notes.append(
+            f"few labels: test accuracy, mean ± std over {count} random label draws, without a "
+            "validation set"
+        )
+    notes += [
+        f"no score with {n} labels per class: {row['reason']}"
+        for n, row in few.items()
+        if row.get("reason")
+    ]
     return notes
 
 
@@ -97,7 +139,11 @@ def print_scores(result: dict[str, Any]) -> None:
     columns, rows = score_table(result)
     table = Table(title="scores in percent", title_justify="left")
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right", style="bold" if i == len(columns) - 1 else None)
+        table.add_column(
+            name,
+            justify="left" if i == 0 else "right",
+            style="bold" if i == len(columns) - 1 else None,
+        )
     for row in rows:
         table.add_row(*row)
     console = Console()
@@ -109,7 +155,11 @@ def print_scores(result: dict[str, Any]) -> None:
 
 
 def _markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *[f"| {' | '.join(row)} |" for row in rows]]
+    return [
+        f"| {' | '.join(columns)} |",
+        "|" + "---|" * len(columns),
+        *[f"| {' | '.join(row)} |" for row in rows],
+    ]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -120,28 +170,54 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     except ValueError as error:
-        raise UserError(f"{path} is damaged: a line is not valid JSON ({error}). Remove that line; resuming the run cleans the file too.") from None
+        raise UserError(
+            f"{path} is damaged: a line is not valid JSON ({error}). Remove that line; resuming "
+            "the run cleans the file too."
+        ) from None
 
 
 def write_report(run: RunDir) -> Path:
-    """report.md: scores, how training went, and which of the run's settings differ from the defaults."""
+    """report.md: scores, how training went, and which of the run's settings differ from the
+    defaults.
+    """
     if not run.summary.is_file():
-        raise UserError(f"No finished run in {run.root}. Run `cimage pretrain` with the same config first.")
+        raise UserError(
+            f"No finished run in {run.root}. Run `cimage pretrain` with the same config first."
+        )
     cfg = load_config(run.config)
     summary = artifacts.read_json(run.summary, "the run's summary")
     env = artifacts.read_json(run.environment, "the run's environment record")
     lines = [f"# Run {run.root}", ""]
-    lines += [f"Graph **{env['graph']['name']}**: {env['graph']['nodes']:,} nodes, {env['graph']['edges'] // 2:,} undirected edges. "]
-    lines[-1] += f"{summary['steps']} steps, fingerprint `{summary['fingerprint']}`, seed {cfg.run.seed}."
+    lines += [
+        f"Graph **{env['graph']['name']}**: {env['graph']['nodes']:,} nodes, "
+        f"{env['graph']['edges'] // 2:,} undirected edges. "
+    ]
+    lines[-1] += (
+        f"{summary['steps']} steps, fingerprint `{summary['fingerprint']}`, seed {cfg.run.seed}."
+    )
     if summary["edges_held_out"]:
-        lines += ["", f"{summary['edges_held_out']:,} edges were held out of training for link prediction."]
+        lines += [
+            "",
+            f"{summary['edges_held_out']:,} edges were held out of training for link prediction.",
+        ]
     lines += ["", "## Scores", ""]
     if run.evaluation.is_file():
         result = artifacts.read_json(run.evaluation, "the run's scores")
-        lines += [*_markdown_table(*score_table(result)), "", *[f"- {note}" for note in footnotes(result)]]
-        chosen = summary["best"]["step"] if cfg.train.select == "val" and summary["best"] else summary["steps"]
+        lines += [
+            *_markdown_table(*score_table(result)),
+            "",
+            *[f"- {note}" for note in footnotes(result)],
+        ]
+        chosen = (
+            summary["best"]["step"]
+            if cfg.train.select == "val" and summary["best"]
+            else summary["steps"]
+        )
         if result["step"] != chosen:
-            lines.append(f"- these are scores of step {result['step']}, but step {chosen} is the run's result now: run `cimage evaluate` again")
+            lines.append(
+                f"- these are scores of step {result['step']}, but step {chosen} is the run's "
+                "result now: run `cimage evaluate` again"
+            )
     else:
         lines.append("Not evaluated yet: `cimage evaluate` with the same config.")
     lines += ["", "## Training", ""]
@@ -150,21 +226,45 @@ def write_report(run: RunDir) -> Path:
     shown = train[:: max(1, len(train) // 10)] if train else []
     if shown and shown[-1] is not train[-1]:
         shown.append(train[-1])
-    names = [name for name in (shown[-1] if shown else {}) if name not in ("kind", "step", "total_steps", "seconds")]
-    lines += _markdown_table(["step", *names], [[str(r["step"]), *[f"{r[name]:.4g}" if name in r else "-" for name in names]] for r in shown])
+    names = [
+        name
+        for name in (shown[-1] if shown else {})
+        if name not in ("kind", "step", "total_steps", "seconds")
+    ]
+    lines += _markdown_table(
+        ["step", *names],
+        [
+            [str(r["step"]), *[f"{r[name]:.4g}" if name in r else "-" for name in names]]
+            for r in shown
+        ],
+    )
     scores = [r for r in records if r["kind"] == "val"]
     if scores:
         best = max(scores, key=lambda r: r["score"])
-        lines += ["", f"Validation: best {best['score']:.2f} at step {best['step']}, last {scores[-1]['score']:.2f}."]
+        lines += [
+            "",
+            f"Validation: best {best['score']:.2f} at step {best['step']}, last "
+            f"{scores[-1]['score']:.2f}.",
+        ]
     lines += [
         "",
         "## Settings that differ from the defaults",
         "",
-        *_markdown_table(["key", "value", "default"], [[f"`{key}`", *rest] for key, *rest in changed_settings(cfg)]),
+        *_markdown_table(
+            ["key", "value", "default"],
+            [[f"`{key}`", *rest] for key, *rest in changed_settings(cfg)],
+        ),
         "",
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in env["packages"].items() if version)
-    lines += ["## Environment", "", f"Python {env['python']}, {env['platform']}, {env['cpu_count']} CPUs; {versions}.", ""]
+    versions = ", ".join(
+        f"{name} {version}" for name, version in env["packages"].items() if version
+    )
+    lines += [
+        "## Environment",
+        "",
+        f"Python {env['python']}, {env['platform']}, {env['cpu_count']} CPUs; {versions}.",
+        "",
+    ]
     artifacts.write_text(run.report, "\n".join(lines))
     return run.report
 

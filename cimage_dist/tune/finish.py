@@ -27,7 +27,9 @@ def write_pages(sweep: Sweep, ledger: Ledger, test: dict[str, Any] | None = None
 
 
 def finish(sweep: Sweep, ledger: Ledger, note: Callable[[str], None]) -> dict[str, Any]:
-    """Name the winner, write its config, score its fresh runs on test data once, write everything down."""
+    """Name the winner, write its config, score its fresh runs on test data once, write everything
+    down.
+    """
     best = winner(sweep, ledger)
     if best is None:
         return write_pages(sweep, ledger)
@@ -36,12 +38,16 @@ def finish(sweep: Sweep, ledger: Ledger, note: Callable[[str], None]) -> dict[st
 
 
 def _test_scores(ledger: Ledger, best: Standing, note: Callable[[str], None]) -> dict[str, Any]:
-    """Mean and standard deviation over the winner's fresh runs; kept in test.json, and never computed twice for the same winner.
+    """Mean and standard deviation over the winner's fresh runs; kept in test.json, and never
+    computed twice for the same winner.
 
-    A search that goes on with a larger budget may name another winner; then the earlier look stays on record.
+    A search that goes on with a larger budget may name another winner; then the earlier look stays
+    on record.
     """
     path = ledger.root / "test.json"
-    looks: list[dict[str, Any]] = artifacts.read_json(path, "the sweep's test scores") if path.is_file() else []
+    looks: list[dict[str, Any]] = (
+        artifacts.read_json(path, "the sweep's test scores") if path.is_file() else []
+    )
     trials = [trial for trial in ledger.of("fresh") if trial.point == best.point]
     names = [trial.id for trial in trials]
     if not looks or looks[-1]["trials"] != names:
@@ -50,7 +56,14 @@ def _test_scores(ledger: Ledger, best: Standing, note: Callable[[str], None]) ->
         for trial in trials:
             for name, value in _scores(trial_config(ledger.root, trial)).items():
                 scores.setdefault(name, []).append(value)
-        rows = {name: {"mean": statistics.fmean(v), "std": statistics.stdev(v) if len(v) > 1 else 0.0, "scores": v} for name, v in scores.items()}
+        rows = {
+            name: {
+                "mean": statistics.fmean(v),
+                "std": statistics.stdev(v) if len(v) > 1 else 0.0,
+                "scores": v,
+            }
+            for name, v in scores.items()
+        }
         looks.append({"point": best.point, "trials": names, "scores": rows})
         artifacts.write_json(path, looks)
     return looks[-1] | {"looks": len(looks)}
@@ -58,7 +71,11 @@ def _test_scores(ledger: Ledger, best: Standing, note: Callable[[str], None]) ->
 
 def _scores(cfg: Config) -> dict[str, float]:
     """Test scores of a run by name; those it has no data for are left out."""
-    result = evaluate_run(dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, controls=False, few_labels=[])))
+    result = evaluate_run(
+        dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, controls=False, few_labels=[]))
+    )
     found = {"node accuracy": (result.get("node") or {}).get("test")}
-    found |= {f"link {name.upper()}": (result.get("link") or {}).get(name) for name in ("auc", "ap")}
+    found |= {
+        f"link {name.upper()}": (result.get("link") or {}).get(name) for name in ("auc", "ap")
+    }
     return {name: float(value) for name, value in found.items() if value is not None}

@@ -1,4 +1,6 @@
-"""A run that starts from another run's weights with settings of its own: what population-based training needs."""
+"""A run that starts from another run's weights with settings of its own: what population-based
+training needs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from cimage_dist.io.artifacts import RunDir
 
 
 def hand_over(source: Path, target: Path, optim: OptimConfig) -> None:
-    """Copy the newest checkpoint of `source`, the best one, its pseudo-labels and its records into `target`; once.
+    """Copy the newest checkpoint of `source`, the best one, its pseudo-labels and its records into
+    `target`; once.
 
     The checkpoint carries the optimiser's settings, so they are replaced by those of `optim`.
     """

@@ -15,10 +15,12 @@ _STEPS = 12
 
 
 def importance(space: Space, rows: Sequence[Standing]) -> dict[str, float]:
-    """Share of each key in the summed main effects (they sum to 1); empty where there are too few whole points or all scores are equal.
+    """Share of each key in the summed main effects (they sum to 1); empty where there are too few
+    whole points or all scores are equal.
 
-    A random forest predicts the score from the settings. The main effect of a key is the variance, over values v of that key, of the
-    mean prediction over all points with the key set to v: the first-order term of a functional analysis of variance.
+    A random forest predicts the score from the settings. The main effect of a key is the variance,
+    over values v of that key, of the mean prediction over all points with the key set to v: the
+    first-order term of a functional analysis of variance.
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -43,7 +45,9 @@ def importance(space: Space, rows: Sequence[Standing]) -> dict[str, float]:
 
 
 def _encode(d: Any, values: list[Any]) -> np.ndarray:
-    """[points, columns]: a position in [0, 1], or an indicator per choice where choices have no order."""
+    """[points, columns]: a position in [0, 1], or an indicator per choice where choices have no
+    order.
+    """
     if isinstance(d, Choice) and not d.is_ordered:
         return np.array([[float(value == choice) for choice in d.values] for value in values])
     return np.array([[-0.1 if (at := d.position(value)) is None else at] for value in values])
@@ -52,4 +56,6 @@ def _encode(d: Any, values: list[Any]) -> np.ndarray:
 def _spread(block: np.ndarray) -> np.ndarray:
     """Distinct rows of a block, at most twelve, evenly chosen."""
     rows = np.unique(block, axis=0)
-    return rows[np.unique(np.linspace(0, len(rows) - 1, min(_STEPS, len(rows))).round().astype(int))]
+    return rows[
+        np.unique(np.linspace(0, len(rows) - 1, min(_STEPS, len(rows))).round().astype(int))
+    ]

@@ -1,7 +1,9 @@
-"""The sweep's record on disk: each trial is a run directory with trial.json (what was asked) and, once over, outcome.json (what came of it).
+"""The sweep's record on disk: each trial is a run directory with trial.json (what was asked) and,
+once over, outcome.json (what came of it).
 
-Both are written whole or not at all, the first before the trial starts and the second when it is over, so that killing everything at any
-moment leaves: finished trials, and trials to go on with. Nothing else holds state: what to try next follows from these files.
+Both are written whole or not at all, the first before the trial starts and the second when it is
+over, so that killing everything at any moment leaves: finished trials, and trials to go on with.
+Nothing else holds state: what to try next follows from these files.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. `score` is the validation score of the checkpoint that would be embedded, in percent."""
+    """How a trial ended. `score` is the validation score of the checkpoint that would be embedded,
+    in percent.
+    """
 
     status: Literal["done", "stopped", "failed"]
     score: float | None = None
@@ -81,7 +85,9 @@ class Ledger:
         return found
 
     def finish(self, trial: str, outcome: Outcome) -> None:
-        """For what the process cannot know: that it is stopped, or that it died. What it has written itself stays."""
+        """For what the process cannot know: that it is stopped, or that it died. What it has
+        written itself stays.
+        """
         if self.reread(trial) is None:
             write_outcome(self.folder(trial), outcome)
             self.outcomes[trial] = outcome
@@ -100,7 +106,11 @@ class Ledger:
     def clock(self) -> float:
         """Seconds the sweep has been at work, over all its commands."""
         path = self.root / "clock.json"
-        return float(artifacts.read_json(path, "the sweep's clock")["seconds"]) if path.is_file() else 0.0
+        return (
+            float(artifacts.read_json(path, "the sweep's clock")["seconds"])
+            if path.is_file()
+            else 0.0
+        )
 
     def set_clock(self, seconds: float) -> None:
         artifacts.write_json(self.root / "clock.json", {"seconds": round(seconds, 1)})
@@ -127,7 +137,9 @@ class Standing:
 
 
 def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
-    """Every point of a stage, best first: whole ones by mean score, then stopped, failed and running ones."""
+    """Every point of a stage, best first: whole ones by mean score, then stopped, failed and
+    running ones.
+    """
     groups: dict[int, list[Trial]] = {}
     for trial in ledger.of(stage):
         groups.setdefault(trial.point, []).append(trial)
@@ -137,11 +149,28 @@ def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
         trials = [t for t in trials if t.generation == newest]
         found = [ledger.outcomes.get(t.id) for t in trials]
         states = {o.status if o else "running" for o in found}
-        status: Any = next(name for name in ("running", "failed", "stopped", "done") if name in states)
+        status: Any = next(
+            name for name in ("running", "failed", "stopped", "done") if name in states
+        )
         scores = tuple(o.score for o in found if o and o.score is not None)
-        rows.append(Standing(point, trials[0].values, status, scores, min((o.epochs for o in found if o), default=0.0)))
+        rows.append(
+            Standing(
+                point,
+                trials[0].values,
+                status,
+                scores,
+                min((o.epochs for o in found if o), default=0.0),
+            )
+        )
     order = {"done": 0, "stopped": 1, "failed": 2, "running": 3}
-    return sorted(rows, key=lambda row: (order[row.status], -(row.mean if row.mean is not None else -1e9), row.point))
+    return sorted(
+        rows,
+        key=lambda row: (
+            order[row.status],
+            -(row.mean if row.mean is not None else -1e9),
+            row.point,
+        ),
+    )
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -171,11 +200,16 @@ def val_records(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """One command at a time works on a sweep directory; the system releases the lock when the process dies."""
+    """One command at a time works on a sweep directory; the system releases the lock when the
+    process dies.
+    """
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"Another command is running the sweep in {root}. Wait for it, or choose another sweep.dir.") from None
+            raise UserError(
+                f"Another command is running the sweep in {root}. Wait for it, or choose "
+                "another sweep.dir."
+            ) from None
         yield

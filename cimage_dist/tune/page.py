@@ -2,81 +2,316 @@
 
 from __future__ import annotations
 
-import html
 import json
-from importlib.resources import files
 from typing import Any
 
-from cimage_dist.io import artifacts
+from cimage_dist.reporting import page
+from cimage_dist.reporting.charts import (
+    Chart,
+    category,
+    chart,
+    dots,
+    hover,
+    literal,
+    number,
+    quantity,
+    table,
+    thinned,
+)
 from cimage_dist.tune.checks import BASELINE
 from cimage_dist.tune.importance import importance
-from cimage_dist.tune.ledger import Ledger, standings
-from cimage_dist.tune.space import Choice
+from cimage_dist.tune.ledger import Ledger, Standing, standings
+from cimage_dist.tune.space import Choice, Dimension
 from cimage_dist.tune.spec import Sweep
 from cimage_dist.tune.trial import epochs_of, reports
 
 _MOST_POINTS_OF_A_CURVE = 60
-
-
-def page_data(sweep: Sweep, ledger: Ledger, found: dict[str, Any]) -> dict[str, Any]:
-    """What the page draws, as plain values."""
-    search = standings(ledger, "search")
-    axes = [
-        {
-            "key": d.key,
-            "kind": "choice" if isinstance(d, Choice) else "log" if d.is_log else "linear",
-            "values": [json.dumps(v) if not isinstance(v, str) else v for v in d.values] if isinstance(d, Choice) else [d.low, d.high],
-        }
-        for d in sweep.space
-    ]
-    points = []
-    for row in search:
-        at = [d.position(row.values.get(d.key)) for d in sweep.space]
-        shown = [_text(row.values.get(d.key)) for d in sweep.space]
-        points.append({"point": row.point, "at": at, "shown": shown, "status": row.status, "mean": row.mean, "is_given": _is_given(sweep, row.point)})
-    curves = []
-    for trial in ledger.trials.values():
-        found_so_far = reports(ledger.folder(trial.id), epochs_of(sweep.base, trial), sweep.base.train.select)
-        curve = _thinned([[round(r["epoch"], 3), round(r["score"], 3)] for r in found_so_far])
-        state = ledger.outcomes[trial.id].status if trial.id in ledger.outcomes else "running"
-        curves.append({"trial": trial.id, "point": trial.point, "stage": trial.stage, "status": state, "curve": curve})
-    order = sorted((o.ended, ledger.trials[t].point, o.score) for t, o in ledger.outcomes.items() if o.score is not None and ledger.trials[t].stage == "search")
-    return {
-        "name": sweep.name,
-        "graph": sweep.base.data.name,
-        "search": sweep.settings.search,
-        "scheduler": sweep.settings.scheduler,
-        "axes": axes,
-        "points": points,
-        "curves": curves,
-        "history": [[point, score] for _, point, score in order],
-        "importance": importance(sweep.space, search),
-        "fresh": [row | {"is_given": _is_given(sweep, row["point"])} for row in found["fresh"]],
-        "winner": found["winner"],
-        "gain": found["gain_over_given"],
-        "test": found["test"],
-        "trials": found["trials"],
-        "failures": found["failures"],
-        "epochs": found["epochs_trained"],
-    }
-
-
-def _is_given(sweep: Sweep, point: int) -> bool:
-    return sweep.settings.baseline and point == BASELINE
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
-
-
-def _thinned(curve: list[list[float]]) -> list[list[float]]:
-    step = -(-len(curve) // _MOST_POINTS_OF_A_CURVE) if curve else 1
-    return curve[::step] + (curve[-1:] if (len(curve) - 1) % step else [])
+_SCORE = "val score"
 
 
 def write_page(sweep: Sweep, ledger: Ledger, found: dict[str, Any]) -> None:
-    template = (files("cimage_dist.tune") / "page.html").read_text()
-    # Inside a script element only "</" could end it early.
-    data = json.dumps(page_data(sweep, ledger, found), allow_nan=False).replace("</", "<\\/")
-    title = html.escape(f"{sweep.name} on {sweep.base.data.name}")
-    artifacts.write_text(ledger.root / "index.html", template.replace("__TITLE__", title).replace("__DATA__", data))
+    about = (
+        f"search: {sweep.settings.search}; scheduler: {sweep.settings.scheduler}; "
+        "scores are validation scores in percent unless called test"
+    )
+    title = f"{sweep.name} on {sweep.base.data.name}"
+    path, parts = ledger.root / "index.html", sections(sweep, ledger, found)
+    page.write_page(path, title, about, [], _facts(found), parts)
+
+
+def sections(sweep: Sweep, ledger: Ledger, found: dict[str, Any]) -> list[dict[str, Any]]:
+    search = standings(ledger, "search")
+    scored = [row for row in search if row.mean is not None]
+    charts = [
+        _parallel(sweep, scored),
+        _by_setting(sweep, scored),
+        _best_so_far(ledger),
+        _importance(importance(sweep.space, search)),
+        _curves(sweep, ledger),
+    ]
+    fresh = "Seeds the search never saw. Their validation scores alone name the winner."
+    failures = [[trial, reason] for trial, reason in found["failures"].items()]
+    return [
+        page.section("Search", "", charts),
+        page.section("Finalists on fresh seeds", fresh, _finalists(sweep, found)),
+        page.section("All points", "", [_points(sweep, search)]),
+        page.section("Failed trials", "", [table("Reasons", "", ["trial", "reason"], failures)]),
+    ]
+
+
+def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    states = ", ".join(f"{count} {name}" for name, count in found["trials"].items() if count)
+    facts = [(str(found["points"]), "points"), (states, "trials")]
+    facts.append((f"{found['epochs_trained']:g}", "epochs trained"))
+    if won := found["winner"]:
+        what = f"winner: point {won['point']}, fresh seeds"
+        facts.append((f"{won['mean']:.2f} ± {won['std']:.2f}", what))
+    if gain := found["gain_over_given"]:
+        what = "over the given settings (standard error)"
+        facts.append((f"{gain['mean']:+.2f} ± {gain['standard_error']:.2f}", what))
+    for name, row in (found["test"] or {"scores": {}})["scores"].items():
+        what = f"test {name} of the winner, read once"
+        facts.append((f"{row['mean']:.2f} ± {row['std']:.2f}", what))
+    return facts
+
+
+def _label(sweep: Sweep, point: int) -> str:
+    return f"{point} (given)" if sweep.settings.baseline and point == BASELINE else str(point)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _row(sweep: Sweep, row: Standing) -> dict[str, Any]:
+    """A point as a row of a chart's data; choices are words there, ranges numbers."""
+    values = {
+        d.key: _text(row.values.get(d.key)) if isinstance(d, Choice) else row.values.get(d.key)
+        for d in sweep.space
+    }
+    about = {"point": _label(sweep, row.point), "state": row.status, _SCORE: number(row.mean)}
+    return about | values
+
+
+def _hints(sweep: Sweep) -> list[dict[str, Any]]:
+    names = ["point", "state", _SCORE, *[d.key for d in sweep.space]]
+    return [{"field": literal(name), "title": name} for name in names]
+
+
+def _parallel(sweep: Sweep, scored: list[Standing]) -> Chart:
+    """One line a point through its place in the range of every key and of the scores."""
+    means = [row.mean for row in scored if row.mean is not None]
+    low, high = min(means, default=0.0), max(means, default=1.0)
+    data = []
+    for row in scored:
+        places = {d.key: d.position(row.values.get(d.key)) for d in sweep.space}
+        assert row.mean is not None
+        places[_SCORE] = (row.mean - low) / (high - low) if high > low else 1.0
+        shown = _row(sweep, row)
+        data += [
+            shown | {"axis": key, "at": number(at)} for key, at in places.items() if at is not None
+        ]
+    ends = {d.key: [_text(value) for value in (d.at(0.0), d.at(1.0))] for d in sweep.space}
+    ends[_SCORE] = [f"{low:.2f}", f"{high:.2f}"]
+    labels = [
+        {"axis": key, "at": at, "label": text}
+        for key, texts in ends.items()
+        for at, text in zip((-0.06, 1.06), texts, strict=True)
+    ]
+    bright: dict[str, Any] = {
+        "field": literal(_SCORE),
+        "type": "quantitative",
+        "scale": {"range": [0.15, 1]},
+    }
+    bright |= {"legend": None}
+    lit = {"condition": {"param": "lit", "empty": False, "value": 3.5}, "value": 1.6}
+    encoding = {
+        "x": category("axis", scale={"domain": list(ends)}, axis={"labelAngle": -30, "grid": True}),
+        "y": quantity("at", axis=None, scale={"domain": [-0.1, 1.1], "nice": False}),
+    }
+    line = {
+        "params": [hover("lit", "point")],
+        "mark": {"type": "line", "interpolate": "monotone"},
+        "encoding": {
+            "detail": {"field": "point"},
+            "opacity": bright,
+            "strokeWidth": lit,
+            "strokeDash": {
+                "condition": {"test": "datum.state == 'stopped'", "value": [4, 4]},
+                "value": [1, 0],
+            },
+            "tooltip": _hints(sweep),
+        },
+    }
+    ticks = {
+        "data": {"values": labels},
+        "mark": {"type": "text", "fontSize": 10},
+        "encoding": {"text": {"field": "label"}},
+    }
+    note = "Each line is a point, stronger is better; stopped points are dashed."
+    return chart(
+        "parallel",
+        "Settings and scores",
+        note,
+        data,
+        300,
+        is_wide=True,
+        layer=[line, ticks],
+        encoding=encoding,
+    )
+
+
+def _by_setting(sweep: Sweep, scored: list[Standing]) -> Chart:
+    keys = {d.key: {"x": _axis(d)} for d in sweep.space}
+    colour = category("state", scale={"domain": ["done", "stopped", "failed", "running"]})
+    encoding = {"y": quantity(literal(_SCORE), _SCORE), "color": colour, "tooltip": _hints(sweep)}
+    note = "Every point by one of its settings."
+    data = [_row(sweep, row) for row in scored]
+    return chart(
+        "settings",
+        "Score by setting",
+        note,
+        data,
+        240,
+        [("setting", keys)],
+        is_wide=True,
+        mark={"type": "circle", "size": 60, "opacity": 0.75},
+        encoding=encoding,
+    )
+
+
+def _axis(d: Dimension) -> dict[str, Any]:
+    if isinstance(d, Choice):
+        domain = [_text(value) for value in d.values]
+        return {
+            "field": literal(d.key),
+            "type": "ordinal",
+            "title": d.key,
+            "scale": {"domain": domain},
+            "axis": {"labelAngle": 0},
+        }
+    return quantity(literal(d.key), d.key, scale={"type": "log"} if d.is_log else {})
+
+
+def _best_so_far(ledger: Ledger) -> Chart:
+    ended = sorted(
+        (outcome.ended, ledger.trials[name].point, outcome.score)
+        for name, outcome in ledger.outcomes.items()
+        if outcome.score is not None and ledger.trials[name].stage == "search"
+    )
+    data = [
+        {"trial": i + 1, "point": point, "score": number(score)}
+        for i, (_, point, score) in enumerate(ended)
+    ]
+    best = [
+        {"window": [{"op": "max", "field": "score", "as": "best"}], "sort": [{"field": "trial"}]}
+    ]
+    layers = [
+        {
+            "mark": {"type": "circle", "style": "soft", "size": 40},
+            "encoding": {
+                "y": quantity("score", "percent"),
+                "tooltip": [{"field": name} for name in ("trial", "point", "score")],
+            },
+        },
+        {
+            "transform": best,
+            "mark": {"type": "line", "interpolate": "step-after"},
+            "encoding": {"y": quantity("best")},
+        },
+    ]
+    note = "Validation score of each search trial as it ended, and the best until then."
+    x = quantity("trial", "trials that ended", axis={"tickMinStep": 1, "format": "d"})
+    return chart("best", "Best so far", note, data, 220, layer=layers, encoding={"x": x})
+
+
+def _importance(shares: dict[str, float]) -> Chart:
+    data = [{"key": key, "share": number(share)} for key, share in shares.items()]
+    data.sort(key=lambda row: -(row["share"] or 0.0))  # type: ignore[operator]
+    axis = {"format": "%", "tickCount": 4}
+    encoding = {
+        "x": {"field": "share", "type": "quantitative", "title": None, "axis": axis},
+        "y": category("key", scale={"domain": [row["key"] for row in data]}),
+        "tooltip": [{"field": "key"}, {"field": "share", "type": "quantitative", "format": ".1%"}],
+    }
+    note = "Share of each setting in the variance of the scores (fANOVA). A hint, not a proof."
+    return chart(
+        "importance", "What mattered", note, data, 28 * len(data), mark="bar", encoding=encoding
+    )
+
+
+def _curves(sweep: Sweep, ledger: Ledger) -> Chart:
+    data = []
+    for trial in ledger.trials.values():
+        folder, epochs = ledger.folder(trial.id), epochs_of(sweep.base, trial)
+        for report in thinned(
+            reports(folder, epochs, sweep.base.train.select), _MOST_POINTS_OF_A_CURVE
+        ):
+            about = {"trial": trial.id, "stage": trial.stage}
+            data.append(
+                about | {"epoch": number(report["epoch"]), "score": number(report["score"])}
+            )
+    dim = {"condition": {"param": "lit", "empty": False, "value": 1}, "value": 0.45}
+    encoding = {
+        "x": quantity("epoch", "epoch"),
+        "y": quantity("score", "percent"),
+        "detail": {"field": "trial"},
+        "color": category("stage", scale={"domain": ["search", "fresh"]}),
+        "opacity": dim,
+        "tooltip": [{"field": name} for name in ("trial", "epoch", "score")],
+    }
+    note = "Validation score that selection sees, one line a trial."
+    mark = {"type": "line", "point": {"size": 16}}
+    return chart(
+        "curves",
+        "Training curves",
+        note,
+        data,
+        260,
+        is_wide=True,
+        params=[hover("lit", "trial")],
+        mark=mark,
+        encoding=encoding,
+    )
+
+
+def _finalists(sweep: Sweep, found: dict[str, Any]) -> list[Chart]:
+    won = (found["winner"] or {}).get("point")
+    names = [
+        _label(sweep, row["point"]) + (" ★" if row["point"] == won else "")
+        for row in found["fresh"]
+    ]
+    rows = [
+        [
+            name,
+            "-" if row["mean"] is None else f"{row['mean']:.2f}",
+            f"{row['std']:.2f}",
+            "  ".join(f"{score:.2f}" for score in row["scores"]),
+            row["status"],
+        ]
+        for name, row in zip(names, found["fresh"], strict=True)
+    ]
+    drawn = [
+        (f"point {name}", row["scores"], None)
+        for name, row in zip(names, found["fresh"], strict=True)
+    ]
+    return [
+        dots("Every seed", "", "percent", drawn),
+        table("Finalists", "", ["point", "mean", "± std", "each seed", "state"], rows),
+    ]
+
+
+def _points(sweep: Sweep, search: list[Standing]) -> Chart:
+    keys = [d.key for d in sweep.space]
+    rows = [
+        [
+            _label(sweep, row.point),
+            "-" if row.mean is None else f"{row.mean:.2f}",
+            row.status,
+            *[_text(row.values.get(key)) for key in keys],
+        ]
+        for row in search
+    ]
+    return table("Best first", "", ["point", _SCORE, "state", *keys], rows)

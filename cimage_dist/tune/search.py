@@ -1,10 +1,12 @@
-"""The next point to try, as a function of the space, the points so far and their number. Nothing is remembered between calls."""
+"""The next point to try, as a function of the space, the points so far and their number. Nothing is
+remembered between calls.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cimage_dist import keyed
@@ -25,25 +27,40 @@ def grid(space: Space) -> list[Point]:
     """Every combination, the last key running fastest."""
     for dimension in space:
         if not isinstance(dimension, Choice):
-            raise UserError(f"space: {dimension.key} is a range, and search: grid needs lists of choices. Use search: random or tpe, or list its values.")
-    return [dict(zip([d.key for d in space], values, strict=True)) for values in itertools.product(*[d.corners() for d in space])]
+            raise UserError(
+                f"space: {dimension.key} is a range, and search: grid needs lists of choices. "
+                "Use search: random or tpe, or list its values."
+            )
+    return [
+        dict(zip([d.key for d in space], values, strict=True))
+        for values in itertools.product(*[d.corners() for d in space])
+    ]
 
 
 def random_point(space: Space, seed: int, number: int, attempt: int = 0) -> Point:
     return {d.key: d.at(draw(seed, _DRAW, number, attempt, i)) for i, d in enumerate(space)}
 
 
-def suggest(search: str, space: Space, seed: int, number: int, history: Sequence[Standing]) -> Point | None:
-    """The point `number`, unlike all before; None when the space has no other."""
+def suggest(
+    search: str,
+    space: Space,
+    seed: int,
+    number: int,
+    history: Sequence[Standing],
+    is_valid: Callable[[Point], bool] = lambda point: True,
+) -> Point | None:
+    """The point `number`, valid and unlike all before; None when the space has no other."""
     seen = {_name(row.values) for row in history}
+
+    def is_good(point: Point) -> bool:
+        return _name(point) not in seen and is_valid(point)
+
     if search == "grid":
-        return next((point for point in grid(space) if _name(point) not in seen), None)
-    if search == "tpe":
-        point = _tpe(space, seed, number, history)
-        if _name(point) not in seen:
-            return point
+        return next(filter(is_good, grid(space)), None)
+    if search == "tpe" and is_good(point := _tpe(space, seed, number, history)):
+        return point
     drawn = (random_point(space, seed, number, attempt) for attempt in range(_TRIES))
-    return next((point for point in drawn if _name(point) not in seen), None)
+    return next(filter(is_good, drawn), None)
 
 
 def _name(point: Point) -> str:
@@ -51,17 +68,25 @@ def _name(point: Point) -> str:
 
 
 def _tpe(space: Space, seed: int, number: int, history: Sequence[Standing]) -> Point:
-    """A tree-structured Parzen estimator (Optuna's) shown the whole history anew, so that a killed search needs no state of its own."""
+    """A tree-structured Parzen estimator (Optuna's) shown the whole history anew, so that a killed
+    search needs no state of its own.
+    """
     try:
         import optuna
     except ImportError:
-        raise UserError("search: tpe needs optuna: pip install 'cimage-dist[tune]'. Or use search: random.") from None
+        raise UserError(
+            "search: tpe needs optuna: pip install 'cimage-dist[tune]'. Or use search: random."
+        ) from None
     from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     shapes = {d.key: _distribution(d) for d in space}
     # Univariate and with running points counted as bad ones: several trials run at a time.
-    sampler = optuna.samplers.TPESampler(seed=keyed.derive(seed, _TPE, number) & (2**31 - 1), n_startup_trials=max(5, 2 * len(space)), constant_liar=True)
+    sampler = optuna.samplers.TPESampler(
+        seed=keyed.derive(seed, _TPE, number) & (2**31 - 1),
+        n_startup_trials=max(5, 2 * len(space)),
+        constant_liar=True,
+    )
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for row in history:
         params = {d.key: _encode(d, row.values.get(d.key)) for d in space}
@@ -74,7 +99,13 @@ def _tpe(space: Space, seed: int, number: int, history: Sequence[Standing]) -> P
             study.add_trial(create_trial(state=TrialState.RUNNING, **known))
         else:  # a failed one counts as stopped at once
             score = row.mean if row.status == "stopped" and row.mean is not None else 0.0
-            study.add_trial(create_trial(state=TrialState.PRUNED, intermediate_values={int(row.epochs) if row.status == "stopped" else 0: score}, **known))
+            study.add_trial(
+                create_trial(
+                    state=TrialState.PRUNED,
+                    intermediate_values={int(row.epochs) if row.status == "stopped" else 0: score},
+                    **known,
+                )
+            )
     asked = study.ask(fixed_distributions=shapes)
     return {d.key: _decode(d, asked.params[d.key]) for d in space}
 
@@ -83,8 +114,16 @@ def _distribution(d: Dimension) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if isinstance(d, Choice):
-        return IntDistribution(0, len(d.values) - 1) if d.is_ordered and len(d.values) > 1 else CategoricalDistribution(list(range(len(d.values))))
-    return IntDistribution(int(d.low), int(d.high), log=d.is_log) if d.is_int else FloatDistribution(d.low, d.high, log=d.is_log)
+        return (
+            IntDistribution(0, len(d.values) - 1)
+            if d.is_ordered and len(d.values) > 1
+            else CategoricalDistribution(list(range(len(d.values))))
+        )
+    return (
+        IntDistribution(int(d.low), int(d.high), log=d.is_log)
+        if d.is_int
+        else FloatDistribution(d.low, d.high, log=d.is_log)
+    )
 
 
 def _encode(d: Dimension, value: Any) -> Any:

@@ -1,7 +1,10 @@
-"""Search spaces over config keys: a list of choices, or a range. Every value is checked by the config itself before the first trial."""
+"""Search spaces over config keys: a list of choices, or a range. Every value is checked by the
+config itself before the first trial.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +17,26 @@ from cimage_dist.errors import UserError
 
 Point = dict[str, Any]
 
-# Keys that decide on which data a score is computed, or where a run lies: trials that differ here cannot be compared.
+# Keys that decide on which data a score is computed, or where a run lies: trials that differ here
+# cannot be compared.
 _NOT_SEARCHED = ("run.", "resources.")
 _VALIDATION = {"train.validate_every", "train.validate_by", "train.select"} | {
     f"data.{name}"
     for name in (
-        "name", "path", "root", "store_dir", "split", "split_index", "train_ratio", "val_ratio", "labels_per_class", "holdout_edges", "link_val_ratio", "link_test_ratio",
+        "name",
+        "path",
+        "root",
+        "store_dir",
+        "split",
+        "split_index",
+        "train_ratio",
+        "val_ratio",
+        "labels_per_class",
+        "holdout_edges",
+        "link_val_ratio",
+        "link_test_ratio",
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,9 @@ class Choice:
     @property
     def is_ordered(self) -> bool:
         """Numbers in ascending order: neighbours are alike."""
-        return all(type(v) in (int, float) for v in self.values) and list(self.values) == sorted(self.values)
+        return all(type(v) in (int, float) for v in self.values) and list(self.values) == sorted(
+            self.values
+        )
 
     def at(self, u: float) -> Any:
         return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
@@ -62,7 +79,11 @@ class Range:
     def at(self, u: float) -> Any:
         if self.is_int and not self.is_log:
             return min(int(self.low + u * (self.high - self.low + 1)), int(self.high))
-        return self.clip(self.low * (self.high / self.low) ** u if self.is_log else self.low + u * (self.high - self.low))
+        return self.clip(
+            self.low * (self.high / self.low) ** u
+            if self.is_log
+            else self.low + u * (self.high - self.low)
+        )
 
     def clip(self, value: float) -> Any:
         value = min(max(value, self.low), self.high)
@@ -75,7 +96,11 @@ class Range:
     def position(self, value: Any) -> float | None:
         if type(value) not in (int, float) or not self.low <= value <= self.high:
             return None
-        low, high, at = (math.log(self.low), math.log(self.high), math.log(value)) if self.is_log else (self.low, self.high, value)
+        low, high, at = (
+            (math.log(self.low), math.log(self.high), math.log(value))
+            if self.is_log
+            else (self.low, self.high, value)
+        )
         return (at - low) / (high - low) if high > low else 0.0
 
 
@@ -97,9 +122,14 @@ def value_of(cfg: Config, key: str) -> Any:
 
 
 def parse_space(entries: Any, base: Config, load: Load) -> Space:
-    """A checked space from the `space:` mapping of a sweep file; `load` reads the base config with further overrides."""
+    """A checked space from the `space:` mapping of a sweep file; `load` reads the base config with
+    further overrides.
+    """
     if not isinstance(entries, dict) or not entries:
-        raise UserError("space: must map config keys to choices or ranges, e.g. `model.dropout: {low: 0.2, high: 0.8}`; it is empty.")
+        raise UserError(
+            "space: must map config keys to choices or ranges, e.g. `model.dropout: {low: 0.2, "
+            "high: 0.8}`; it is empty."
+        )
     space = [_dimension(str(key), entry, base, load) for key, entry in entries.items()]
     found = _check_values(space, load)
     for i, dimension in enumerate(space):
@@ -107,12 +137,42 @@ def parse_space(entries: Any, base: Config, load: Load) -> Space:
             values = tuple(found[dimension.key])
             if len({json.dumps(value) for value in values}) < len(values):
                 raise UserError(f"space: {dimension.key} lists a choice twice: {list(values)}.")
-            space[i] = Choice(dimension.key, values)  # as the config holds them: a 1 for a float key is 1.0
+            space[i] = Choice(
+                dimension.key, values
+            )  # as the config holds them: a 1 for a float key is 1.0
     return tuple(space)
 
 
+def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
+    """A config, or a section of one, with other values, which are of its types; every rule is
+    checked.
+    """
+    own = {key: value for key, value in values.items() if "." not in key}
+    for name in {key.partition(".")[0] for key in values if "." in key}:
+        inner = {
+            key.partition(".")[2]: v for key, v in values.items() if key.startswith(f"{name}.")
+        }
+        own[name] = with_values(getattr(cfg, name), inner)
+    return dataclasses.replace(cfg, **own)
+
+
+def check_points(points: Sequence[Point], base: Config) -> None:
+    """Every point must be a config: keys that are valid alone may not be together."""
+    for point in points:
+        try:
+            with_values(base, point)
+        except UserError as error:
+            shown = ", ".join(f"{key}={value!r}" for key, value in point.items())
+            raise UserError(
+                f"space: the point {shown} is no valid config: {error} "
+                "Narrow the space, or set the key that does not fit under `fixed:`."
+            ) from None
+
+
 def _check_values(space: Sequence[Dimension], load: Load) -> dict[str, list[Any]]:
-    """Every choice and every bound as the config holds it. Several keys are tried at once; where that fails, each alone tells which is at fault."""
+    """Every choice and every bound as the config holds it. Several keys are tried at once; where
+    that fails, each alone tells which is at fault.
+    """
     found: dict[str, list[Any]] = {d.key: [] for d in space}
     for i in range(max(len(d.corners()) for d in space)):
         column = {d.key: d.corners()[i] for d in space if i < len(d.corners())}
@@ -131,14 +191,20 @@ def _dimension(key: str, entry: Any, base: Config, load: Load) -> Dimension:
         load([f"{key}=0"])  # complains of an unknown key, with the nearest known one
         raise UserError(f"space: {key} is a section, not a key.")
     if key.startswith(_NOT_SEARCHED) or key in _VALIDATION:
-        raise UserError(f"space: {key} cannot be searched: trials that differ in it have scores that do not compare, or lie elsewhere. Fix it in the config.")
+        raise UserError(
+            f"space: {key} cannot be searched: trials that differ in it have scores that do not "
+            "compare, or lie elsewhere. Fix it in the config."
+        )
     if isinstance(entry, list):
         if not entry:
             raise UserError(f"space: {key} has an empty list of choices. Give at least one value.")
         return Choice(key, tuple(entry))
     if isinstance(entry, dict):
         return _range(key, entry, base)
-    raise UserError(f"space: {key} must be a list of choices or a range {{low: ..., high: ...}}; got {entry!r}. To fix a value put it under `fixed:`.")
+    raise UserError(
+        f"space: {key} must be a list of choices or a range {{low: ..., high: ...}}; got "
+        f"{entry!r}. To fix a value put it under `fixed:`."
+    )
 
 
 def _range(key: str, entry: dict[Any, Any], base: Config) -> Range:
@@ -155,7 +221,10 @@ def _range(key: str, entry: dict[Any, Any], base: Config) -> Range:
     low, high = entry["low"], entry["high"]
     for name, bound in (("low", low), ("high", high)):
         if type(bound) not in (int, float) or not math.isfinite(bound):
-            raise UserError(f"space: {key}.{name} must be a number; got {bound!r}. For words give a list of choices.")
+            raise UserError(
+                f"space: {key}.{name} must be a number; got {bound!r}. For words give a list of "
+                "choices."
+            )
     kind = next(str(item.type) for known, item, _ in known_keys() if known == key)
     if not ("int" in kind or "float" in kind) or "list" in kind:
         raise UserError(f"space: {key} is no number, so it takes a list of choices, not a range.")
@@ -163,26 +232,41 @@ def _range(key: str, entry: dict[Any, Any], base: Config) -> Range:
     if is_int and (low != int(low) or high != int(high)):
         raise UserError(f"space: {key} takes whole numbers; got the bounds {low!r} and {high!r}.")
     if low >= high:
-        raise UserError(f"space: {key} has contradictory bounds: low {low:g} is not below high {high:g}.")
+        raise UserError(
+            f"space: {key} has contradictory bounds: low {low:g} is not below high {high:g}."
+        )
     if is_log and low <= 0:
-        raise UserError(f"space: {key} has log: true, so its low bound must be above 0; got {low:g}.")
+        raise UserError(
+            f"space: {key} has log: true, so its low bound must be above 0; got {low:g}."
+        )
     return Range(key, low, high, is_log, is_int)
 
 
 def _around(key: str, entry: dict[Any, Any], base: Config) -> Range:
     factor, centre = entry["around"], value_of(base, key)
     if set(entry) != {"around"} or type(factor) not in (int, float) or factor <= 1:
-        raise UserError(f"space: {key} with `around` takes that entry alone, a factor above 1; got {entry!r}.")
+        raise UserError(
+            f"space: {key} with `around` takes that entry alone, a factor above 1; got {entry!r}."
+        )
     if type(centre) not in (int, float) or centre <= 0:
-        raise UserError(f"space: {key} is {centre!r} in the given config, and `around` needs a number above 0. Give low and high.")
+        raise UserError(
+            f"space: {key} is {centre!r} in the given config, and `around` needs a number above "
+            "0. Give low and high."
+        )
     if type(centre) is int:
         return Range(key, max(1, round(centre / factor)), round(centre * factor), True, True)
     return Range(key, float(f"{centre / factor:.6g}"), float(f"{centre * factor:.6g}"), True)
 
 
 def _checked(key: str, value: Any, others: Sequence[Dimension], load: Load) -> Any:
-    """The value as the config holds it. It must be accepted with the given config, or with the other keys at one end of what is searched."""
-    mates: list[Point] = [{}, {d.key: d.corners()[0] for d in others}, {d.key: d.corners()[-1] for d in others}]
+    """The value as the config holds it. It must be accepted with the given config, or with the
+    other keys at one end of what is searched.
+    """
+    mates: list[Point] = [
+        {},
+        {d.key: d.corners()[0] for d in others},
+        {d.key: d.corners()[-1] for d in others},
+    ]
     complaint: UserError | None = None
     for mate in mates:
         try:

@@ -1,4 +1,6 @@
-"""What a sweep is: a space and how to search it, read from a sweep file and `sweep.key=value` overrides."""
+"""What a sweep is: a space and how to search it, read from a sweep file and `sweep.key=value`
+overrides.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ import yaml
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
-from cimage_dist.tune.search import grid
-from cimage_dist.tune.space import Space, dotlist, parse_space
+from cimage_dist.tune.search import grid, random_point
+from cimage_dist.tune.space import Point, Space, check_points, dotlist, parse_space, with_values
 
 SEARCHES = ("grid", "random", "tpe")
+_CHECKED, _MOST_CHECKED = 200, 2000  # points loaded before a sweep starts: of a space, of a grid
 SCHEDULERS = ("none", "asha", "median", "pbt")
 
 
@@ -37,19 +40,37 @@ class SweepSettings:
     fresh_seeds: int = 3
     baseline: bool = True  # try the given config too
     seed: int = 0  # of the search
-    grace_epochs: int | None = None  # no trial is stopped earlier; unset: a ninth of train.epochs
+    grace: float = 1 / 9  # share of train.epochs before which no trial is stopped
     reduction: int = 3  # ASHA lets one of so many go on at each rung
-    interval_epochs: int | None = None  # of population-based training; unset: a fifth of train.epochs
+    interval_epochs: int | None = (
+        None  # of population-based training; unset: a fifth of train.epochs
+    )
     quantile: float = 0.25  # of the population that is replaced
     concurrent: int | None = None  # trials at a time; unset: what the cluster holds
-    gpus_per_trial: float | None = None  # may be a fraction; unset: 1 per worker where there are any
+    gpus_per_trial: float | None = (
+        None  # may be a fraction; unset: 1 per worker where there are any
+    )
     views: bool = False  # score the two groups of factors alone, too
     dir: str | None = None  # unset: sweeps/<data.name>/<file name>-<identity>
 
     def __post_init__(self) -> None:
-        need(self.search in SEARCHES, "search", f"must be one of {', '.join(SEARCHES)}", self.search)
-        need(self.scheduler in SCHEDULERS, "scheduler", f"must be one of {', '.join(SCHEDULERS)}", self.scheduler)
-        for name in ("trials", "time_s", "epochs", "grace_epochs", "interval_epochs", "concurrent", "gpus_per_trial"):
+        need(
+            self.search in SEARCHES, "search", f"must be one of {', '.join(SEARCHES)}", self.search
+        )
+        need(
+            self.scheduler in SCHEDULERS,
+            "scheduler",
+            f"must be one of {', '.join(SCHEDULERS)}",
+            self.scheduler,
+        )
+        for name in (
+            "trials",
+            "time_s",
+            "epochs",
+            "interval_epochs",
+            "concurrent",
+            "gpus_per_trial",
+        ):
             value = getattr(self, name)
             need(value is None or value > 0, name, "must be above 0", value)
         for name in ("seeds", "fresh_seeds"):
@@ -57,14 +78,39 @@ class SweepSettings:
         need(self.top >= 0, "top", "must not be negative", self.top)
         need(self.seed >= 0, "seed", "must not be negative", self.seed)
         need(self.reduction >= 2, "reduction", "must be at least 2", self.reduction)
+        need(
+            0 < self.grace <= 1,
+            "grace",
+            "is a share of train.epochs and must lie in (0, 1]",
+            self.grace,
+        )
         need(0 < self.quantile <= 0.5, "quantile", "must lie in (0, 0.5]", self.quantile)
         if self.scheduler == "pbt":
-            need(self.seeds == 1, "seeds", "must be 1 with scheduler pbt, whose members are the repeats", self.seeds)
-            need(self.search != "grid", "search", "must be random or tpe with scheduler pbt: it only starts the population", self.search)
+            need(
+                self.seeds == 1,
+                "seeds",
+                "must be 1 with scheduler pbt, whose members are the repeats",
+                self.seeds,
+            )
+            need(
+                self.search != "grid",
+                "search",
+                "must be random or tpe with scheduler pbt: it only starts the population",
+                self.search,
+            )
 
 
 # What does not make another sweep: budgets may be raised and the search goes on.
-_BUDGETS = ("trials", "time_s", "epochs", "top", "fresh_seeds", "concurrent", "gpus_per_trial", "dir")
+_BUDGETS = (
+    "trials",
+    "time_s",
+    "epochs",
+    "top",
+    "fresh_seeds",
+    "concurrent",
+    "gpus_per_trial",
+    "dir",
+)
 
 
 @dataclass(frozen=True)
@@ -80,17 +126,38 @@ class Sweep:
     @property
     def identity(self) -> str:
         """8 hex digits: the same search of the same space around the same config."""
-        kept = {name: value for name, value in dataclasses.asdict(self.settings).items() if name not in _BUDGETS}
-        body = {"settings": kept, "space": self.entries, "base": fingerprint(self.base), "seed": self.base.run.seed}
+        kept = {
+            name: value
+            for name, value in dataclasses.asdict(self.settings).items()
+            if name not in _BUDGETS
+        }
+        body = {
+            "settings": kept,
+            "space": self.entries,
+            "base": fingerprint(self.base),
+            "seed": self.base.run.seed,
+        }
         return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=4).hexdigest()
 
     @property
     def root(self) -> Path:
-        return Path(self.settings.dir) if self.settings.dir else Path("sweeps") / self.base.data.name / f"{self.name}-{self.identity}"
+        return (
+            Path(self.settings.dir)
+            if self.settings.dir
+            else Path("sweeps") / self.base.data.name / f"{self.name}-{self.identity}"
+        )
 
     def config(self, values: dict[str, Any]) -> Config:
         """The given config with a point's values."""
         return load_config(*self.paths, overrides=[*self.overrides, *dotlist(values)])
+
+    def is_valid(self, values: dict[str, Any]) -> bool:
+        """Whether the config accepts a point; its keys may be valid alone and not together."""
+        try:
+            with_values(self.base, values)
+        except UserError:
+            return False
+        return True
 
 
 def need(ok: bool, key: str, rule: str, got: Any) -> None:
@@ -108,7 +175,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)|\d[\d_]*\.[\d_]*|\.\d+(?:[eE][-+]?\d+)?)$")
+_NUMBER = re.compile(
+    r"[-+]?(?:\d[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)|\d[\d_]*\.[\d_]*|\.\d+(?:[eE][-+]?\d+)?)$"
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789."))
 
 
@@ -116,18 +185,24 @@ def _read(path: str) -> Any:
     try:
         return yaml.load(Path(path).read_text(), Loader=_Loader)
     except FileNotFoundError:
-        raise UserError(f"Config file not found: {path}. Give a sweep file (see configs/sweeps/) and a config.") from None
+        raise UserError(
+            f"Config file not found: {path}. Give a sweep file (see configs/sweeps/) and a config."
+        ) from None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as yaml: {' '.join(str(error).split())}") from None
 
 
 def load_sweep(paths: Sequence[str], overrides: Sequence[str]) -> Sweep:
-    """From yaml files (the one with `space:` is the sweep, the others the config) and overrides (`sweep.*` are the sweep's)."""
+    """From yaml files (the one with `space:` is the sweep, the others the config) and overrides
+    (`sweep.*` are the sweep's).
+    """
     bodies = {path: _read(path) for path in paths}
     found = [path for path, body in bodies.items() if isinstance(body, dict) and "space" in body]
     if len(found) != 1:
         what = "no file has" if not found else f"{' and '.join(found)} both have"
-        raise UserError(f"A sweep needs one file with a `space:` section (see configs/sweeps/): {what} one.")
+        raise UserError(
+            f"A sweep needs one file with a `space:` section (see configs/sweeps/): {what} one."
+        )
     body = dict(bodies[found[0]])
     entries, fixed = body.pop("space"), body.pop("fixed", None) or {}
     if not isinstance(fixed, dict):
@@ -137,15 +212,19 @@ def load_sweep(paths: Sequence[str], overrides: Sequence[str]) -> Sweep:
         try:
             body[key] = yaml.load(value, Loader=_Loader)
         except yaml.YAMLError as error:
-            raise UserError(f"Override {text!r} cannot be read: {' '.join(str(error).split())}") from None
+            raise UserError(
+                f"Override {text!r} cannot be read: {' '.join(str(error).split())}"
+            ) from None
     settings = _settings(body, found[0])
     others = tuple(path for path in paths if path != found[0])
     # What the command line says about a config key wins over the sweep file.
-    own = (*dotlist({str(key): value for key, value in fixed.items()}), *(text for text in overrides if not text.startswith("sweep.")))
+    own = (
+        *dotlist({str(key): value for key, value in fixed.items()}),
+        *(text for text in overrides if not text.startswith("sweep.")),
+    )
     base = load_config(*others, overrides=own)
     space = parse_space(entries, base, lambda more: load_config(*others, overrides=[*own, *more]))
-    if settings.search == "grid":
-        grid(space)
+    check_points(_sample(settings, space), base)
     if settings.scheduler == "pbt":
         from cimage_dist.tune.population import check_space
 
@@ -153,13 +232,26 @@ def load_sweep(paths: Sequence[str], overrides: Sequence[str]) -> Sweep:
     return Sweep(settings, space, Path(found[0]).stem, base, others, own, entries)
 
 
+def _sample(settings: SweepSettings, space: Space) -> list[Point]:
+    """Points to check before the first trial: of a grid all (evenly chosen, if there are many)."""
+    if settings.search == "grid":
+        points = grid(space)
+        return points[:: -(-len(points) // _MOST_CHECKED)]
+    return [random_point(space, settings.seed, number) for number in range(_CHECKED)]
+
+
 def _settings(body: dict[str, Any], where: str) -> SweepSettings:
     fields = {item.name: item for item in dataclasses.fields(SweepSettings)}
     for key, value in body.items():
         if key not in fields:
-            raise UserError(f"Unknown sweep setting {key!r} in {where} or as sweep.{key}. Known: {', '.join(fields)} (and space, fixed).")
+            raise UserError(
+                f"Unknown sweep setting {key!r} in {where} or as sweep.{key}. Known: "
+                f"{', '.join(fields)} (and space, fixed)."
+            )
         kinds = str(fields[key].type)
-        allowed = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[kinds.split(" ")[0]]
+        allowed = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[
+            kinds.split(" ")[0]
+        ]
         if not (type(value) in allowed or (value is None and kinds.endswith("None"))):
             raise UserError(f"sweep.{key} must be of type {kinds}; got {value!r}.")
     return SweepSettings(**body)

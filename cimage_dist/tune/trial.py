@@ -27,7 +27,9 @@ def trial_config(root: Path, trial: Trial) -> Config:
 
 
 def objective(scores: Sequence[float], select: str) -> float:
-    """The validation score of the checkpoint that would be embedded: the best with train.select=val, else the last."""
+    """The validation score of the checkpoint that would be embedded: the best with
+    train.select=val, else the last.
+    """
     return max(scores) if select == "val" else scores[-1]
 
 
@@ -43,5 +45,10 @@ def reports(folder: Path, epochs: int, select: str) -> list[dict[str, Any]]:
     scored = [record for record in records if record["kind"] == "val"] if totals else []
     scores = [record["score"] for record in scored]
     return [
-        {"score": objective(scores[: i + 1], select), "epoch": epochs * record["step"] / totals[-1], "step": record["step"]} for i, record in enumerate(scored)
+        {
+            "score": objective(scores[: i + 1], select),
+            "epoch": epochs * record["step"] / totals[-1],
+            "step": record["step"],
+        }
+        for i, record in enumerate(scored)
     ]

@@ -12,7 +12,7 @@ from cimage_dist.reporting.figures import write_figures
 from experiments.__main__ import main
 from experiments.page import charts_of, write_tables_page
 from experiments.spec import Table
-from tests.reporting.conftest import LOOKS, looked_at
+from tests.pages import LOOKS, looked_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,10 @@ def table(name: str, **changes: Any) -> Table:
         "note": "Made up.",
         "config": "configs/node/{dataset}.yaml",
         "seeds": {"cora": 4, "citeseer": 4},
-        "rows": {"ours": {"cora": (), "citeseer": ()}, "changed": {"cora": ("loss.cluster_weight=0",), "citeseer": ("loss.cluster_weight=0",)}},
+        "rows": {
+            "ours": {"cora": (), "citeseer": ()},
+            "changed": {"cora": ("loss.cluster_weight=0",), "citeseer": ("loss.cluster_weight=0",)},
+        },
         "scores": {"node.test": "test", "node.val": "validation"},
         "published": {"ours": {"cora": 84.4, "citeseer": [70.0, 1.0]}},
         "against": "ours",
@@ -41,7 +44,12 @@ def in_the_project(monkeypatch):
 def results(tmp_path) -> Path:
     for cell in table("node").cells():
         score = 83.0 + cell.seed + (-2.0 - 0.1 * cell.seed if cell.overrides else 0.0)
-        found = {"seed": cell.seed, "node": {"test": score, "val": score - 1}, "controls": {"raw": {"node": {"test": 60.0}}}}
+        found = {
+            "seed": cell.seed,
+            "config_fingerprint": cell.config_fingerprint,
+            "node": {"test": score, "val": score - 1},
+            "controls": {"raw": {"node": {"test": 60.0}}},
+        }
         found["low_labels"] = {p: {"ours": 70.0, "gcn": 60.0 + cell.seed} for p in ("10", "1")}
         for extra in ("", "~low_labels"):
             path = tmp_path / (cell.folder + extra) / f"seed-{cell.seed}.json"
@@ -52,17 +60,28 @@ def results(tmp_path) -> Path:
 
 def test_every_seed_is_a_dot(results):
     cora, citeseer = charts_of(table("node"), results)
-    assert [row["name"] for row in cora["rows"]] == ["ours", "changed", "raw features"], "a control nobody measured has no row"
-    assert cora["rows"][0] == {"name": "ours", "values": [83.0, 84.0, 85.0, 86.0], "published": 84.4}
-    assert citeseer["rows"][0]["published"] == 70.0 and cora["rows"][1]["published"] is None
-    assert charts_of(table("node"), results / "nowhere")[0]["rows"] == [], "published numbers alone are no chart"
+    assert [row["name"] for row in cora["data"]] == ["ours", "changed", "raw features"], (
+        "a control nobody measured has no row"
+    )
+    assert cora["data"][0] == {
+        "name": "ours",
+        "values": [83.0, 84.0, 85.0, 86.0],
+        "published": 84.4,
+    }
+    assert citeseer["data"][0]["published"] == 70.0 and cora["data"][1]["published"] is None
+    assert charts_of(table("node"), results / "nowhere")[0]["data"] == [], (
+        "published numbers alone are no chart"
+    )
 
 
 def test_few_labels_are_curves(results):
     (chart, _) = charts_of(table("low_labels", extra="low_labels"), results)
-    assert {series["name"]: series["points"] for series in chart["series"]} == {
-        "CIMAGE, linear probe": [[1.0, 70.0], [10.0, 70.0]],
-        "GCN, supervised": [[1.0, 61.5], [10.0, 61.5]],
+    drawn: dict[str, list[tuple[float, float]]] = {}
+    for row in chart["data"]:
+        drawn.setdefault(row["series"], []).append((row["x"], row["y"]))
+    assert drawn == {
+        "CIMAGE, linear probe": [(1.0, 70.0), (10.0, 70.0)],
+        "GCN, supervised": [(1.0, 61.5), (10.0, 61.5)],
     }
 
 
@@ -73,14 +92,17 @@ def test_the_page_begins_with_the_verdict(results):
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_in_a_browser(results, browser, width, scheme):
-    path, charts = write_tables_page([table("node"), table("low_labels", extra="low_labels")], results)
+    path, charts = write_tables_page(
+        [table("node"), table("low_labels", extra="low_labels")], results
+    )
     assert looked_at(browser, path, width, scheme) == {chart["title"] for chart in charts}
     assert {chart["kind"] for chart in charts} == {"dots", "lines"}
 
 
 def test_the_command(results, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert main(["--page", "--results", str(results), "--figures", str(tmp_path / "figures")]) == 0
+    words = ["node", "--page", "--results", str(results), "--figures", str(tmp_path / "figures")]
+    assert main(words) == 0
     assert "report.html" in capsys.readouterr().out and (results / "report.html").is_file()
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert "node-classification-cora.svg" in names and len(write_figures(charts_of(table("node"), results), tmp_path / "more")) == 4
+    assert "node-classification-cora.pdf" in names
+    assert len(write_figures(charts_of(table("node"), results), tmp_path / "more")) == 6

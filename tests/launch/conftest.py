@@ -18,14 +18,24 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "local_cluster.sh"
 BIN = Path(sys.executable).parent
-RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "CIMAGE_STORAGE", "CIMAGE_CLUSTER_DIR")
+RAY_VARIABLES = (
+    "RAY_ADDRESS",
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+    "CIMAGE_STORAGE",
+    "CIMAGE_CLUSTER_DIR",
+)
 
 
 class FakeJob(SimpleNamespace):
     """What the job server tells of a job."""
 
     def __init__(self, job_id: str, status: str, code: int | None = None) -> None:
-        state = SimpleNamespace(value=status, is_terminal=lambda: status in ("SUCCEEDED", "FAILED", "STOPPED"))
+        state = SimpleNamespace(
+            value=status, is_terminal=lambda: status in ("SUCCEEDED", "FAILED", "STOPPED")
+        )
         details = {
             "metadata": None,
             "entrypoint": "cimage show",
@@ -38,9 +48,16 @@ class FakeJob(SimpleNamespace):
 
 
 class FakeClient:
-    """Jobs by id; `streams` is what each connection to the log yields, an exception where it breaks."""
+    """Jobs by id; `streams` is what each connection to the log yields, an exception where it
+    breaks.
+    """
 
-    def __init__(self, jobs: dict[str, str] | None = None, streams: list[list[str | BaseException]] | None = None, log: str = "") -> None:
+    def __init__(
+        self,
+        jobs: dict[str, str] | None = None,
+        streams: list[list[str | BaseException]] | None = None,
+        log: str = "",
+    ) -> None:
         self.jobs = jobs or {}
         self.streams = streams or []
         self.log = log
@@ -88,7 +105,9 @@ class Cluster:
         return (self.folder / "address").read_text().strip()
 
     def environment(self, **changes: str) -> dict[str, str]:
-        """RAY_API_SERVER_ADDRESS and the token's file, as `local_cluster.sh env` prints them; HOME is the test's because Ray writes there."""
+        """RAY_API_SERVER_ADDRESS and the token's file, as `local_cluster.sh env` prints them; HOME
+        is the test's because Ray writes there.
+        """
         return clean_environment() | {
             "HOME": str(self.storage),
             "RAY_API_SERVER_ADDRESS": self.address,
@@ -99,11 +118,28 @@ class Cluster:
 
     def start(self, *argv: str, **changes: str) -> subprocess.Popen[str]:
         env = self.environment(**changes)
-        return subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, *argv: str, **changes: str) -> subprocess.CompletedProcess[str]:
         env = self.environment(**changes)
-        return subprocess.run(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900, check=False)
+        return subprocess.run(
+            argv,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
 
     def cimage(self, *argv: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return self.run(str(BIN / "cimage"), *argv, **changes)
@@ -119,11 +155,23 @@ class Cluster:
 
 def clean_environment() -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in RAY_VARIABLES}
-    return env | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    return env | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
 
 
 def run_script(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(SCRIPT), *argv], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [str(SCRIPT), *argv],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Real jobs on a real cluster of two nodes with a token: plain `ray job submit`, `cimage submit`, storage, Slurm's script. Takes many minutes."""
+"""Real jobs on a real cluster of two nodes with a token: plain `ray job submit`, `cimage submit`,
+storage, Slurm's script. Takes many minutes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from cimage_dist.io import checkpoint
 from tests.launch.conftest import BIN, ROOT, Cluster, clean_environment, run_script
 from tests.procs import _free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two nodes need two CPUs")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two nodes need two CPUs"),
+]
 
 SMALL = [
     "configs/demo.yaml",
@@ -36,7 +41,9 @@ NOWHERE = ["data.name=mine", "data.path=nowhere"]
 
 def plain(cluster: Cluster, *command: str) -> subprocess.CompletedProcess[str]:
     options = ["--runtime-env", "launch/runtime_env.yaml", "--working-dir", "."]
-    return cluster.run(str(BIN / "ray"), "job", "submit", "--address", cluster.address, *options, "--", *command)
+    return cluster.run(
+        str(BIN / "ray"), "job", "submit", "--address", cluster.address, *options, "--", *command
+    )
 
 
 def run_folders(cluster: Cluster) -> set[Path]:
@@ -52,7 +59,16 @@ def wait_until(what: str, is_true, seconds: float = 600) -> None:
 
 def test_plain_ray_job_submit_trains(cluster):
     before = run_folders(cluster)
-    done = plain(cluster, "cimage", "pretrain", *SMALL, "run.seed=10", "--on", "ray", "resources.num_workers=2")
+    done = plain(
+        cluster,
+        "cimage",
+        "pretrain",
+        *SMALL,
+        "run.seed=10",
+        "--on",
+        "ray",
+        "resources.num_workers=2",
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (run,) = run_folders(cluster) - before
     assert run.name == "seed-10" and checkpoint.load_selected(run / "ckpt", "last").step > 0
@@ -60,25 +76,36 @@ def test_plain_ray_job_submit_trains(cluster):
 
 
 def test_cimage_submit_trains_once_and_embeds(cluster):
-    """One worker on each node; the second submission finds the first; the embeddings come from a job too."""
+    """One worker on each node; the second submission finds the first; the embeddings come from a
+    job too.
+    """
     before, settings = run_folders(cluster), [*SMALL, "run.seed=11", "resources.num_workers=2"]
     done = cluster.cimage("submit", "pretrain", *settings, "--name", "eleven")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (run,) = run_folders(cluster) - before
     steps = checkpoint.load_selected(run / "ckpt", "last").step
-    assert "training on 2 Ray workers" in done.stdout and f"run directory: {run}" in done.stdout, "the job's log was followed"
+    assert "training on 2 Ray workers" in done.stdout and f"run directory: {run}" in done.stdout, (
+        "the job's log was followed"
+    )
     job_id = re.search(r"^submitted: (\S+)", done.stderr, re.M)[1]
     assert f"dashboard: {cluster.address}/#/jobs/{job_id}" in done.stderr
     assert cluster.jobs()[job_id]["name"] == "eleven"
 
     again = cluster.cimage("submit", "pretrain", *settings, "--json")
-    assert again.returncode == 0 and json.loads(again.stdout)["submitted"] is False and json.loads(again.stdout)["id"] == job_id
+    assert (
+        again.returncode == 0
+        and json.loads(again.stdout)["submitted"] is False
+        and json.loads(again.stdout)["id"] == job_id
+    )
     assert [known for known in cluster.jobs() if known.startswith(job_id)] == [job_id]
     assert checkpoint.load_selected(run / "ckpt", "last").step == steps
 
     embedded = cluster.cimage("submit", "embed", *settings)
     assert embedded.returncode == 0, embedded.stdout[-3000:] + embedded.stderr[-3000:]
-    parts = [np.load(path, allow_pickle=False) for path in sorted((run / "embeddings").glob("part-*.npy"))]
+    parts = [
+        np.load(path, allow_pickle=False)
+        for path in sorted((run / "embeddings").glob("part-*.npy"))
+    ]
     z = np.concatenate(parts)
     assert z.shape == (1797, 32) and np.isfinite(z).all() and z.std() > 0
 
@@ -87,14 +114,26 @@ def test_a_failing_job_returns_its_own_exit_code(cluster):
     done = cluster.cimage("submit", "pretrain", *NOWHERE)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "data.path does not exist" in done.stdout and "exit code 2" in done.stderr
-    assert re.search(r"^resume: cimage submit pretrain data.name=mine data.path=nowhere --on ray$", done.stderr, re.M)
-    assert plain(cluster, "cimage", "pretrain", *NOWHERE, "--on", "ray").returncode == 1, "Ray's own command hides the code"
+    assert re.search(
+        r"^resume: cimage submit pretrain data.name=mine data.path=nowhere --on ray$",
+        done.stderr,
+        re.M,
+    )
+    assert plain(cluster, "cimage", "pretrain", *NOWHERE, "--on", "ray").returncode == 1, (
+        "Ray's own command hides the code"
+    )
     again = cluster.cimage("submit", "pretrain", *NOWHERE, "--json")
-    assert again.returncode == 2 and json.loads(again.stdout)["id"].endswith("-try2") and json.loads(again.stdout)["exit_code"] == 2
+    assert (
+        again.returncode == 2
+        and json.loads(again.stdout)["id"].endswith("-try2")
+        and json.loads(again.stdout)["exit_code"] == 2
+    )
 
 
 def test_the_uploaded_code_serves_where_cimage_is_not_installed(cluster):
-    """launch/bin/cimage, last on the PATH: here called by its own name, since this environment has the real one too."""
+    """launch/bin/cimage, last on the PATH: here called by its own name, since this environment has
+    the real one too.
+    """
     done = plain(cluster, "launch/bin/cimage", "show", "configs/demo.yaml", "--json")
     assert done.returncode == 0, done.stdout[-3000:]
     assert '"fingerprint"' in done.stdout
@@ -106,13 +145,20 @@ def test_stop_attach_and_go_on(cluster):
     assert sent.returncode == 0, sent.stderr
     job_id = json.loads(sent.stdout)["id"]
     follower = cluster.start(str(BIN / "cimage"), "submit", *settings)
-    wait_until("a checkpoint", lambda: any(checkpoint.steps(run / "ckpt") for run in run_folders(cluster) - before))
+    wait_until(
+        "a checkpoint",
+        lambda: any(checkpoint.steps(run / "ckpt") for run in run_folders(cluster) - before),
+    )
     (run,) = run_folders(cluster) - before
     stopped = cluster.cimage("jobs", "stop", job_id)
     assert stopped.returncode == 0, stopped.stderr
     out, err = follower.communicate(timeout=300)
     assert follower.returncode == 143, err
-    assert "the same job is there already" in err and "stopped, exit code 143" in err and "resume: cimage submit pretrain" in err
+    assert (
+        "the same job is there already" in err
+        and "stopped, exit code 143" in err
+        and "resume: cimage submit pretrain" in err
+    )
     assert "training on 1 Ray workers" in out
     status = cluster.cimage("jobs", "status", job_id, "--json")
     assert json.loads(status.stdout)["status"] == "STOPPED"
@@ -120,13 +166,24 @@ def test_stop_attach_and_go_on(cluster):
 
     # Without a terminal Ctrl-C stops at once; the new attempt has gone on from the checkpoint.
     second = cluster.start(str(BIN / "cimage"), "submit", *settings)
-    wait_until("a later checkpoint", lambda: max(checkpoint.steps(run / "ckpt"), default=0) > reached or second.poll() is not None)
+    wait_until(
+        "a later checkpoint",
+        lambda: (
+            max(checkpoint.steps(run / "ckpt"), default=0) > reached or second.poll() is not None
+        ),
+    )
     second.send_signal(signal.SIGINT)
     _, err = second.communicate(timeout=300)
     assert second.returncode == 143, err
-    jobs = {known: job["status"] for known, job in cluster.jobs().items() if known.startswith(job_id)}
+    jobs = {
+        known: job["status"] for known, job in cluster.jobs().items() if known.startswith(job_id)
+    }
     assert jobs == {job_id: "STOPPED", f"{job_id}-try2": "STOPPED"}
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
+    steps = [
+        json.loads(line)["step"]
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if '"train"' in line
+    ]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > reached
 
 
@@ -150,8 +207,14 @@ def test_no_token_or_a_wrong_one_is_refused(cluster, tmp_path):
 
 def test_the_dashboard_listens_on_loopback_only_and_the_token_is_nowhere_to_be_read(cluster):
     port = int(cluster.address.rsplit(":", 1)[1])
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
-    assert [place for place in listening if int(place.split(":")[1], 16) == port] == [f"0100007F:{port:04X}"]
+    listening = [
+        line.split()[1]
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
+    assert [place for place in listening if int(place.split(":")[1], 16) == port] == [
+        f"0100007F:{port:04X}"
+    ]
     assert (cluster.folder / "token").stat().st_mode & 0o077 == 0
     token = cluster.token.encode()
     for log in cluster.folder.rglob("*.log"):
@@ -184,7 +247,14 @@ def gcs_address(cluster: Cluster) -> str:
 
 
 def check_storage_of(cluster: Cluster, folder: Path) -> str:
-    done = cluster.run(sys.executable, "-c", CHECK, str(folder), RAY_ADDRESS=gcs_address(cluster), RAY_TMPDIR=str(cluster.folder))
+    done = cluster.run(
+        sys.executable,
+        "-c",
+        CHECK,
+        str(folder),
+        RAY_ADDRESS=gcs_address(cluster),
+        RAY_TMPDIR=str(cluster.folder),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -202,18 +272,40 @@ def test_a_node_that_does_not_share_the_storage_is_named(cluster, tmp_path):
     folder = cluster.storage / "unshared"
     folder.mkdir()
     mount = f"mount -t tmpfs none {folder}"
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(
+            ["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("mount namespaces are not allowed here")
-    kinds = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
+    kinds = (
+        "dashboard-agent-listen",
+        "dashboard-agent-grpc",
+        "metrics-export",
+        "runtime-env-agent",
+    )
     ports = " ".join(f"--{kind}-port={_free_port()}" for kind in kinds)
-    start = f"{mount} && exec {BIN / 'ray'} start --block --address={gcs_address(cluster)} --node-ip-address=127.0.0.1 --num-cpus=1 --object-store-memory=100000000 {ports}"
+    start = (
+        f"{mount} && exec {BIN / 'ray'} start --block --address={gcs_address(cluster)} "
+        f"--node-ip-address=127.0.0.1 --num-cpus=1 --object-store-memory=100000000 {ports}"
+    )
     env = cluster.environment(RAY_TMPDIR=str(cluster.folder))
     log = tmp_path / "third.log"
 
     def begin() -> subprocess.Popen[bytes]:
         with log.open("w") as output:
-            node = subprocess.Popen(["unshare", "-m", "sh", "-c", start], env=env, start_new_session=True, stdout=output, stderr=output)
-        wait_until("a third node", lambda: "nodes alive: 3" in cluster.script("status").stdout or node.poll() is not None)
+            node = subprocess.Popen(
+                ["unshare", "-m", "sh", "-c", start],
+                env=env,
+                start_new_session=True,
+                stdout=output,
+                stderr=output,
+            )
+        wait_until(
+            "a third node",
+            lambda: "nodes alive: 3" in cluster.script("status").stdout or node.poll() is not None,
+        )
         return node
 
     third = begin()
@@ -247,7 +339,9 @@ wait; wait
 
 
 def test_the_slurm_script_runs_the_same_line_and_leaves_other_clusters_alone(cluster, tmp_path):
-    """Slurm itself is played by a script that starts the nodes here; all else is real. A second local cluster comes and goes, too."""
+    """Slurm itself is played by a script that starts the nodes here; all else is real. A second
+    local cluster comes and goes, too.
+    """
     (tmp_path / "srun").write_text(FAKE_SRUN)
     (tmp_path / "srun").chmod(0o755)
     submit_dir = cluster.storage / "slurm"
@@ -267,15 +361,26 @@ def test_the_slurm_script_runs_the_same_line_and_leaves_other_clusters_alone(clu
 
     def sbatch(*line: str) -> subprocess.CompletedProcess[str]:
         argv = ["bash", str(ROOT / "launch" / "slurm.sbatch"), *line]
-        return subprocess.run(argv, env=clean_environment() | own, capture_output=True, text=True, timeout=900, check=False)
+        return subprocess.run(
+            argv,
+            env=clean_environment() | own,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
 
     done = sbatch("cimage", "pretrain", *SMALL, "--on", "ray", "resources.num_workers=2")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (run,) = (path.parent for path in submit_dir.glob("runs/*/*/*/config.yaml"))
     assert checkpoint.load_selected(run / "ckpt", "last").step > 0
-    assert not list(submit_dir.glob(".cimage-ray-*")) and not (cluster.folder.parent / "sl").exists(), "token and Ray's files are removed"
+    assert (
+        not list(submit_dir.glob(".cimage-ray-*")) and not (cluster.folder.parent / "sl").exists()
+    ), "token and Ray's files are removed"
     failing = sbatch("cimage", "pretrain", *NOWHERE, "--on", "ray")
-    assert failing.returncode == 2 and "data.path does not exist" in failing.stderr, failing.stderr[-3000:]
+    assert failing.returncode == 2 and "data.path does not exist" in failing.stderr, failing.stderr[
+        -3000:
+    ]
 
     other = ["--dir", str(cluster.folder.parent / "o")]
     assert run_script("start", "--nodes", "1", *other).returncode == 0
@@ -288,10 +393,15 @@ def test_the_slurm_script_runs_the_same_line_and_leaves_other_clusters_alone(clu
 def test_stopping_leaves_no_process_behind(tmp_path):
     folder = Path("/tmp") / f"cim-{os.getpid()}"
     try:
-        started = run_script("start", "--nodes", "2", "--dir", str(folder), "--storage", str(tmp_path))
+        started = run_script(
+            "start", "--nodes", "2", "--dir", str(folder), "--storage", str(tmp_path)
+        )
         assert started.returncode == 0, started.stderr
         env = run_script("env", "--dir", str(folder)).stdout
-        assert f"RAY_AUTH_TOKEN_PATH={folder}/token" in env and (folder / "token").read_text() not in env
+        assert (
+            f"RAY_AUTH_TOKEN_PATH={folder}/token" in env
+            and (folder / "token").read_text() not in env
+        )
         assert processes_of(folder)
     finally:
         stopped = run_script("stop", "--dir", str(folder))

@@ -1,4 +1,6 @@
-"""What launch/, README and docs tell people to run: every line parses with the real command line and its config loads; scripts are linted."""
+"""What launch/, README and docs tell people to run: every line parses with the real command line
+and its config loads; scripts are linted.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from tests.launch.conftest import BIN, ROOT
 from tests.test_docs import DOCUMENTS, check, commands
 
 LAUNCH = sorted(path for path in (ROOT / "launch").rglob("*") if path.is_file())
-SCRIPTS = [path for path in LAUNCH if path.read_text().startswith(("#!/usr/bin/env bash", "#!/bin/sh"))]
-# `cimage ...` that another command carries: ray job submit ... -- cimage, sbatch launch/slurm.sbatch cimage
+SCRIPTS = [
+    path for path in LAUNCH if path.read_text().startswith(("#!/usr/bin/env bash", "#!/bin/sh"))
+]
+# `cimage ...` that another command carries: ray job submit ... -- cimage, sbatch
+# launch/slurm.sbatch cimage
 CARRIED = re.compile(r"(?:ray job submit .*? -- |slurm\.sbatch )(cimage [a-z].*)")
 
 
@@ -40,13 +45,24 @@ def test_every_entrypoint_parses_and_its_config_loads(where, command, monkeypatc
 
 
 def test_each_place_has_entrypoints():
-    assert {"launch/slurm.sbatch", "launch/runtime_env.yaml", "docs/LAUNCH.md"} <= {where for where, _ in ALL}
+    assert {"launch/slurm.sbatch", "launch/runtime_env.yaml", "docs/LAUNCH.md"} <= {
+        where for where, _ in ALL
+    }
     assert any("--on ray" in command for where, command in ALL if where == "launch/slurm.sbatch")
     assert any(command.startswith("cimage submit pretrain ") for _, command in commands())
 
 
-@pytest.mark.parametrize("line", ["sbatch -N 2 launch/slurm.sbatch {}", "ray job submit --working-dir . -- {}"])
-@pytest.mark.parametrize("bad", ["cimage pretrian configs/demo.yaml", "cimage pretrain configs/absent.yaml", "cimage pretrain configs/demo.yaml train.epoch=1"])
+@pytest.mark.parametrize(
+    "line", ["sbatch -N 2 launch/slurm.sbatch {}", "ray job submit --working-dir . -- {}"]
+)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "cimage pretrian configs/demo.yaml",
+        "cimage pretrain configs/absent.yaml",
+        "cimage pretrain configs/demo.yaml train.epoch=1",
+    ],
+)
 def test_a_wrong_entrypoint_is_found(monkeypatch, line, bad):
     monkeypatch.chdir(ROOT)
     found = CARRIED.search(line.format(bad))
@@ -70,14 +86,32 @@ def test_the_scripts_are_executable_and_there_are_some():
 
 
 @pytest.mark.parametrize(
-    "argv", [["begin"], ["start", "--nodes", "0"], ["start", "--nodes"], ["start", "--frob", "1"], ["start", "--dir", "/tmp/" + "x" * 40], []]
+    "argv",
+    [
+        ["begin"],
+        ["start", "--nodes", "0"],
+        ["start", "--nodes"],
+        ["start", "--frob", "1"],
+        ["start", "--dir", "/tmp/" + "x" * 40],
+        [],
+    ],
 )
 def test_local_cluster_refuses_bad_arguments(argv):
-    done = subprocess.run([str(ROOT / "launch" / "local_cluster.sh"), *argv], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(ROOT / "launch" / "local_cluster.sh"), *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2 and "local_cluster.sh:" in done.stderr
 
 
 def test_local_cluster_tells_when_nothing_runs(tmp_path):
     for action, code in (("status", 1), ("env", 1), ("stop", 0)):
-        done = subprocess.run([str(ROOT / "launch" / "local_cluster.sh"), action, "--dir", "/tmp/cim-none"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(ROOT / "launch" / "local_cluster.sh"), action, "--dir", "/tmp/cim-none"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == code and "no cluster is running in /tmp/cim-none" in done.stderr

@@ -62,5 +62,10 @@ def end(ledger: Ledger, trial: Trial, status: str = "done", score: float | None 
     """What the trial's process would write."""
     value = score_of(trial) if score is None and status != "failed" else score
     epochs = float(trial.epochs or 20)
-    write_outcome(ledger.folder(trial.id), Outcome(status, value, epochs, int(epochs), ended=float(len(ledger.outcomes)), reason="made up"))  # type: ignore[arg-type]
+    write_outcome(
+        ledger.folder(trial.id),
+        Outcome(
+            status, value, epochs, int(epochs), ended=float(len(ledger.outcomes)), reason="made up"
+        ),
+    )  # type: ignore[arg-type]
     ledger.reread(trial.id)

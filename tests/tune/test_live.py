@@ -1,4 +1,6 @@
-"""What a person sees of a sweep: the live table of a terminal, the lines elsewhere, the summary at the end."""
+"""What a person sees of a sweep: the live table of a terminal, the lines elsewhere, the summary at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_table_of_a_terminal(make_sweep: MakeSweep, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_terminal(
+    make_sweep: MakeSweep, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -48,8 +52,12 @@ def test_the_table_of_a_terminal(make_sweep: MakeSweep, ledger: Ledger, monkeypa
         assert isinstance(first, Trial) and isinstance(second, Trial)
         board.started(first)
         board.reported(first.id, {"score": 71.25, "epoch": 5.0})
-        copy = pickle.loads(pickle.dumps(board))  # our own bytes: Tune does the same with its callbacks
-        assert copy._live is None and copy.latest == board.latest, "a display cannot be copied, what it shows can"
+        copy = pickle.loads(
+            pickle.dumps(board)
+        )  # our own bytes: Tune does the same with its callbacks
+        assert copy._live is None and copy.latest == board.latest, (
+            "a display cannot be copied, what it shows can"
+        )
         end(ledger, first)
         board.ended(first, ledger.outcomes[first.id])
         board.started(second)
@@ -58,7 +66,9 @@ def test_the_table_of_a_terminal(make_sweep: MakeSweep, ledger: Ledger, monkeypa
     assert first.id in shown and "done" in shown and "running" in shown and "num_factors" in shown
 
 
-def test_lines_where_there_is_no_terminal(make_sweep: MakeSweep, ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_where_there_is_no_terminal(
+    make_sweep: MakeSweep, ledger: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = make_sweep()
     write_base(sweep, ledger)
     trial = Plan(sweep, ledger).next(0.0)
@@ -69,14 +79,23 @@ def test_lines_where_there_is_no_terminal(make_sweep: MakeSweep, ledger: Ledger,
             board.started(trial)
             board.ended(trial, ledger.outcomes[trial.id])
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith(f"1 over: {trial.id} done  val 71.50 after 20 epochs")
+    assert len(said) == 1 and said[0].startswith(
+        f"1 over: {trial.id} done  val 71.50 after 20 epochs"
+    )
 
 
-def test_many_settings_can_be_read_on_a_narrow_terminal(make_sweep: MakeSweep, ledger: Ledger, monkeypatch, capsys) -> None:
+def test_many_settings_can_be_read_on_a_narrow_terminal(
+    make_sweep: MakeSweep, ledger: Ledger, monkeypatch, capsys
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     sweep = make_sweep(MANY)
     run_all(sweep, ledger)
     print_summary(summary(sweep, ledger) | {"sweep_dir": "s"}, [d.key for d in sweep.space])
     said = capsys.readouterr().out
     assert max(len(line) for line in said.splitlines()) <= 80
-    assert "structure_hidden 48" in said and "0.3125" in said and "…" not in said and "winner: point" in said
+    assert (
+        "structure_hidden 48" in said
+        and "0.3125" in said
+        and "…" not in said
+        and "winner: point" in said
+    )

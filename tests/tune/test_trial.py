@@ -1,4 +1,6 @@
-"""A trial's process without a cluster: it reports and waits, stops and goes on, fails with a reason, hands weights over, serves trials in turn."""
+"""A trial's process without a cluster: it reports and waits, stops and goes on, fails with a
+reason, hands weights over, serves trials in turn.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,29 @@ from cimage_dist.tune.spec import Sweep, load_sweep
 from cimage_dist.tune.trial import trial_config
 from tests.conftest import small_sbm_settings
 
-TRAINING = ["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=2", "train.epochs=12", "train.validate_every=3"]
-TRAINING += ["train.select=val", "eval.probe_epochs=10", "run.tensorboard=false", "run.log_every=1", "run.checkpoint_every=4", "resources.threads=1"]
+TRAINING = [
+    "model.num_factors=3",
+    "model.factor_dim=4",
+    "model.num_layers=2",
+    "model.routing_iterations=2",
+    "train.epochs=12",
+    "train.validate_every=3",
+]
+TRAINING += [
+    "train.select=val",
+    "eval.probe_epochs=10",
+    "run.tensorboard=false",
+    "run.log_every=1",
+    "run.checkpoint_every=4",
+    "resources.threads=1",
+]
 
 
 def made(tmp_path: Path, store_dir: Path, space: str, *more: str) -> tuple[Sweep, Ledger]:
     (tmp_path / "space.yaml").write_text(space)
-    sweep = load_sweep([str(tmp_path / "space.yaml")], [*small_sbm_settings(store_dir), *TRAINING, *more])
+    sweep = load_sweep(
+        [str(tmp_path / "space.yaml")], [*small_sbm_settings(store_dir), *TRAINING, *more]
+    )
     ledger = Ledger(tmp_path / "sweep")
     prepare(sweep, sweep.base, ledger, lambda text: None)
     return sweep, ledger
@@ -57,32 +75,61 @@ def test_one_process_serves_good_and_bad_trials(tmp_path: Path, store_dir: Path)
     first = Trial("p0000-s0", 0, {"optim.lr_max": 0.01}, 0)
     process = begin(ledger, first)
     results = run_to_end(process)
-    assert [r["epoch"] for r in results] == [3, 6, 9, 12, 12] and [r.get("done", False) for r in results] == [False] * 4 + [True]
+    assert [r["epoch"] for r in results] == [3, 6, 9, 12, 12] and [
+        r.get("done", False) for r in results
+    ] == [False] * 4 + [True]
     scores = [r["score"] for r in results]
     assert scores == sorted(scores), "the best so far"
     summary = json.loads((ledger.folder(first.id) / "summary.json").read_text())
     found = ledger.reread(first.id)
-    assert found is not None and found.status == "done" and found.score == summary["best"]["score"] == scores[-1] and found.is_first
+    assert (
+        found is not None
+        and found.status == "done"
+        and found.score == summary["best"]["score"] == scores[-1]
+        and found.is_first
+    )
 
     run_to_end(begin(ledger, Trial("p0001-s0", 1, {"optim.lr_max": 1e30}, 0), process))
     bad = ledger.reread("p0001-s0")
-    assert bad is not None and bad.status == "failed" and "Training diverged" in bad.reason and bad.score is None
+    assert (
+        bad is not None
+        and bad.status == "failed"
+        and "Training diverged" in bad.reason
+        and bad.score is None
+    )
     assert "Training diverged" in (ledger.folder("p0001-s0") / "failure.txt").read_text()
 
     run_to_end(begin(ledger, Trial("p0002-s0", 2, {"optim.lr_max": 0.0001}, 0), process))
     unfit = ledger.reread("p0002-s0")
-    assert unfit is not None and unfit.status == "failed" and "optim.lr_min" in unfit.reason, "a combination the config refuses"
+    assert unfit is not None and unfit.status == "failed" and "optim.lr_min" in unfit.reason, (
+        "a combination the config refuses"
+    )
 
     run_to_end(begin(ledger, Trial("p0003-s0", 3, {"optim.lr_max": 0.01}, 0), process))
     again = ledger.reread("p0003-s0")
-    assert again is not None and again.score == found.score and not again.is_first and again.process == found.process
-    assert [row.status for row in standings(ledger, "search")] == ["done", "done", "failed", "failed"]
+    assert (
+        again is not None
+        and again.score == found.score
+        and not again.is_first
+        and again.process == found.process
+    )
+    assert [row.status for row in standings(ledger, "search")] == [
+        "done",
+        "done",
+        "failed",
+        "failed",
+    ]
 
 
 def test_a_stopped_trial_saves_and_can_go_on(tmp_path: Path, store_dir: Path) -> None:
-    """It waits for leave after each score, keeps what it has, and a later process ends as if it had never stopped."""
+    """It waits for leave after each score, keeps what it has, and a later process ends as if it had
+    never stopped.
+    """
     _, ledger = made(tmp_path, store_dir, CHOICE)
-    whole, cut = Trial("p0000-s0", 0, {"optim.lr_max": 0.01}, 0), Trial("p0001-s0", 1, {"optim.lr_max": 0.01}, 0)
+    whole, cut = (
+        Trial("p0000-s0", 0, {"optim.lr_max": 0.01}, 0),
+        Trial("p0001-s0", 1, {"optim.lr_max": 0.01}, 0),
+    )
     run_to_end(begin(ledger, whole))
     process = begin(ledger, cut)
     assert process.step()["step"] == 3
@@ -91,16 +138,26 @@ def test_a_stopped_trial_saves_and_can_go_on(tmp_path: Path, store_dir: Path) ->
     saved = checkpoint.load_latest(folder / "ckpt")
     assert saved is not None and saved.step == 4, "one step after the decision"
     assert read_outcome(folder) is None, "the sweep records a stop, not the process"
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 4, "so that it can be reported on"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 4, (
+        "so that it can be reported on"
+    )
     assert [r["step"] for r in run_to_end(begin(ledger, cut))] == [6, 9, 12, 12]
     a, b = (checkpoint.load_latest(ledger.folder(t.id) / "ckpt") for t in (whole, cut))
-    assert a is not None and b is not None and a.meta == b.meta and all(bool((a.tensors[name] == b.tensors[name]).all()) for name in a.tensors)
+    assert (
+        a is not None
+        and b is not None
+        and a.meta == b.meta
+        and all(bool((a.tensors[name] == b.tensors[name]).all()) for name in a.tensors)
+    )
     one, other = ledger.reread(whole.id), ledger.reread(cut.id)
     assert one is not None and other is not None and one.score == other.score
 
 
 def test_a_population_hands_weights_over(tmp_path: Path, store_dir: Path) -> None:
-    space = "search: random\nscheduler: pbt\ntrials: 4\ninterval_epochs: 4\ntop: 1\nfresh_seeds: 1\nspace:\n  optim.lr_max: {low: 2.0e-3, high: 3.0e-2, log: true}\n"
+    space = (
+        "search: random\nscheduler: pbt\ntrials: 4\ninterval_epochs: 4\ntop: "
+        "1\nfresh_seeds: 1\nspace:\n  optim.lr_max: {low: 2.0e-3, high: 3.0e-2, log: true}\n"
+    )
     sweep, ledger = made(tmp_path, store_dir, space, "optim.schedule=cosine")
     plan, process = Plan(sweep, ledger), None
     while (trial := plan.next(0.0)) is not None:
@@ -110,14 +167,24 @@ def test_a_population_hands_weights_over(tmp_path: Path, store_dir: Path) -> Non
         found = ledger.reread(trial.id)
         assert found is not None and found.status == "done", found
     assert len(ledger.of("search")) == 12
-    moved = [t for t in ledger.of("search") if t.parent and ledger.trials[t.parent].point != t.point]
+    moved = [
+        t for t in ledger.of("search") if t.parent and ledger.trials[t.parent].point != t.point
+    ]
     assert moved, "someone took over another's weights"
     for trial in ledger.of("search"):
-        records = [json.loads(line) for line in (ledger.folder(trial.id) / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for line in (ledger.folder(trial.id) / "metrics.jsonl").read_text().splitlines()
+        ]
         steps = [r["step"] for r in records if r["kind"] == "train"]
-        assert steps == list(range(1, 4 * (trial.generation + 1) + 1)), "one history, through every hand-over"
+        assert steps == list(range(1, 4 * (trial.generation + 1) + 1)), (
+            "one history, through every hand-over"
+        )
         saved = checkpoint.load_latest(ledger.folder(trial.id) / "ckpt")
-        assert saved is not None and saved.meta["optimizer"][0]["initial_lr"] == trial.values["optim.lr_max"]
+        assert (
+            saved is not None
+            and saved.meta["optimizer"][0]["initial_lr"] == trial.values["optim.lr_max"]
+        )
         cfg = trial_config(ledger.root, trial)
         assert cfg.train.epochs == 4 * (trial.generation + 1)
         # One cosine over all generations, between the rates of each.
@@ -134,7 +201,9 @@ def test_views_are_scored_beside(tmp_path: Path, store_dir: Path) -> None:
     run_to_end(begin(ledger, Trial("p0000-s0", 0, {"ci.partition": "random"}, 0)))
     found = ledger.reread("p0000-s0")
     assert found is not None and found.views is not None, found
-    assert found.views["f1_factors"] == 2 and all(0 <= found.views[name] <= 100 for name in ("f1", "f2", "both"))
+    assert found.views["f1_factors"] == 2 and all(
+        0 <= found.views[name] <= 100 for name in ("f1", "f2", "both")
+    )
 
 
 def test_another_sweep_does_not_take_the_directory(tmp_path: Path, store_dir: Path) -> None:

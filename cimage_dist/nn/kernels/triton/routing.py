@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -162,10 +164,12 @@ class _Grads:
     weight: Tensor | None
 
 
+@cache
 def _kernels() -> Any:
-    return import_module(
-        "cimage_dist.nn.kernels.triton.programs"
-    )  # not at the top: it imports triton
+    """All programs by name. Not imported at the top: they import triton."""
+    names = ("programs", "grad_programs", "hub_programs")
+    parts = [import_module(f"cimage_dist.nn.kernels.triton.{name}") for name in names]
+    return SimpleNamespace(**{key: value for part in parts for key, value in vars(part).items()})
 
 
 def _prepare(
