@@ -58,11 +58,17 @@ def dependence_charts(
     first = int(in_context.sum())
     names = [f"{'F1' if in_context[k] else 'F2'}·{k}" for k in order.tolist()]
     matrix = heat(
-        "HSIC between factors", "Mean normalised HSIC of their channels, F1 first. The dashed "
-                                "lines part F1 from F2: independent contexts leave the "
-                                "off-diagonal blocks pale.",
-        "factor", "factor", names, names, between[order][:, order].tolist(), split=first if 0 < first < num_factors else 0,
-    )  # fmt: skip
+        "HSIC between factors",
+        "Mean normalised HSIC of their channels, F1 first. The dashed "
+        "lines part F1 from F2: independent contexts leave the "
+        "off-diagonal blocks pale.",
+        "factor",
+        "factor",
+        names,
+        names,
+        between[order][:, order].tolist(),
+        split=first if 0 < first < num_factors else 0,
+    )
     blocks: dict[str, Any] = {"block_size": cfg.ci.block_size, "seed": cfg.run.seed}
     rows = h.double()
     ours = conditional_hsic(rows, labels, gids, in_context, **blocks)
@@ -82,12 +88,16 @@ def dependence_charts(
         "below": float(np.mean(np.array(draws) > ours)),
     }
     chart = histogram(
-        "Is the partition better than chance?", "Dependence of F1 and F2 given the "
-                                                f"pseudo-labels, for {_RANDOM_PARTITIONS} "
-                                                "random partitions of the same sizes; lower is "
-                                                "closer to conditional independence.",
-        "normalised HSIC(F1, F2 | labels)", "partitions", draws, [(ours, "this run")],
-    )  # fmt: skip
+        "Is the partition better than chance?",
+        "Dependence of F1 and F2 given the "
+        f"pseudo-labels, for {_RANDOM_PARTITIONS} "
+        "random partitions of the same sizes; lower is "
+        "closer to conditional independence.",
+        "normalised HSIC(F1, F2 | labels)",
+        "partitions",
+        draws,
+        [(ours, "this run")],
+    )
     return [matrix, chart], found
 
 

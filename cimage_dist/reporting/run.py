@@ -75,12 +75,32 @@ def write_run_page(
     sections = [
         section("Scores", "", _score_charts(run)),
         section("Embedding", "", insights["embedding"]),
-        section("Contexts", "CIMAGE parts the factors of a node into two contexts and predicts "
-                            "the second from the first.", [*insights["dependence"], *partition_charts(run.records, cfg.model.num_factors)]),
-        section("Training", "", loss_charts(run.records, run.chosen if run.cfg.train.select == "val" else None)),
+        section(
+            "Contexts",
+            "CIMAGE parts the factors of a node into two contexts and predicts "
+            "the second from the first.",
+            [*insights["dependence"], *partition_charts(run.records, cfg.model.num_factors)],
+        ),
+        section(
+            "Training",
+            "",
+            loss_charts(run.records, run.chosen if run.cfg.train.select == "val" else None),
+        ),
         section("Cost", "", cost_charts(run.records)),
-        section("Settings", "", [table("Differences from the defaults", "", ["key", "value", "default"], changed_settings(cfg)), table("Environment", "", ["", ""], _environment(env))]),
-    ]  # fmt: skip
+        section(
+            "Settings",
+            "",
+            [
+                table(
+                    "Differences from the defaults",
+                    "",
+                    ["key", "value", "default"],
+                    changed_settings(cfg),
+                ),
+                table("Environment", "", ["", ""], _environment(env)),
+            ],
+        ),
+    ]
     about = (
         f"{env['graph']['nodes']:,} nodes, {env['graph']['edges'] // 2:,} edges; seed "
         f"{cfg.run.seed}; settings {run.summary['fingerprint']}; {folder}"
