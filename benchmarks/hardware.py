@@ -108,7 +108,7 @@ def peak_while(call: Callable[[], object]) -> float:
         )
         return int(line.split()[1]) / 1e3
 
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts again
     before = status("VmRSS")
     call()
     return status("VmHWM") - before

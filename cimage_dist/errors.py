@@ -1,16 +1,16 @@
-"""The one exception a person may meet: what is wrong, where, and how to mend it."""
+"""The one exception a person may meet: what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 
 import errno
 
-# What the owner of a disk can mend: full, over quota, forbidden, read-only, a file in the way of a
+# What the owner of a disk can fix: full, over quota, forbidden, read-only, a file in the way of a
 # folder.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The command line prints the message alone and exits with code 2."""
+    """A mistake the user can fix. The command line prints the message alone and exits with code 2."""
 
 
 class Interrupted(Exception):

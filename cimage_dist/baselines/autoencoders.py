@@ -47,7 +47,7 @@ def edge_keys(edge_index: Tensor, num_nodes: int) -> Tensor:
 def non_edges(keys: Tensor, num_nodes: int, count: int) -> Tensor:
     """Uniform pairs [2, <= count] that are neither edges nor loops.
 
-    Pairs that happen to be edges are dropped, not drawn anew: in a sparse graph these are few, and
+    Pairs that happen to be edges are dropped, not drawn again: in a sparse graph these are few, and
     the loss takes a mean. (torch_geometric's own sampler draws from Python's global generator.)
     """
     pairs = torch.randint(num_nodes, (2, count), device=keys.device)

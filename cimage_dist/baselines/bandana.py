@@ -1,6 +1,6 @@
 """Bandana: every edge is narrowed rather than hidden, and the decoder predicts how much.
 
-    M^k_vu = softmax over the neighbours u of v of (n_vu / t),  n_vu ~ N(0, 1) anew in each layer k
+    M^k_vu = softmax over the neighbours u of v of (n_vu / t),  n_vu ~ N(0, 1) again in each layer k
     H^k = ELU(norm(P(M^k) H^{k-1} W^k)),  P(M) = D^-1/2 (M + I) D^-1/2
     L = mean_k [ mean_{(u,v) edge} -M^k_vu log p_1(h^k_u * h^k_v)
                  + mean_{(u,v) no edge} -log p_2(h^k_u * h^k_v) ]

@@ -59,7 +59,7 @@ class Network(nn.Module):
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     """The embedding is the encoder's output, before the projection head.
 
-    `batch` > 0 contrasts that many nodes, drawn anew each epoch, instead of all N.
+    `batch` > 0 contrasts that many nodes, drawn again each epoch, instead of all N.
     """
     x = prepared(graph.x, settings["normalize"])
     n, edges, batch = graph.num_nodes, graph.edge_index, settings["batch"]

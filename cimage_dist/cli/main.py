@@ -30,8 +30,8 @@ examples:
   cimage compare configs/demo.yaml --methods cimage,gae      ours beside published methods on one graph
   cimage show --keys                                         every config key with its default and meaning
 
-Later arguments win: defaults, then each yaml in order, then key=value. Exit codes: 0 done, 2 your input needs mending
-(the message says how), 1 a fault of ours, 130/143 stopped by Ctrl-C or SIGTERM after saving.
+Later arguments win: defaults, then each yaml in order, then key=value. Exit codes: 0 done, 2 the input needs a correction
+(the message says how), 1 an internal error, 130/143 stopped by Ctrl-C or SIGTERM after saving.
 """
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and
@@ -40,10 +40,10 @@ FAMILIES = (runs, cluster, compare, sweep, jobs, k8s)
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong flag or verb is told like every other mistake: one message, exit code 2."""
+    """A wrong flag or verb is reported like every other mistake: one message, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. `{self.prog} --help` tells what can be given.")
+        raise UserError(f"{message}. `{self.prog} --help` lists what can be given.")
 
 
 def build_parser() -> Parser:
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown or (rest and not hasattr(args, "settings")):
         raise UserError(
             f"unrecognized arguments: {' '.join(unknown or rest)}. `cimage {args.verb} --help` "
-            "tells what can be given."
+            "lists what can be given."
         )
     if rest:
         args.settings += rest
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + stop.signum
     except KeyboardInterrupt:
         again = (
-            f" Go on from the last checkpoint with: {command_of(args, args.verb)}"
+            f" Continue from the last checkpoint with: {command_of(args, args.verb)}"
             if args.verb == "pretrain"
             else ""
         )
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         traceback.print_exc()
         print(
-            f"cimage {args.verb}: internal error (above). This is a fault of cimage-dist; "
+            f"cimage {args.verb}: internal error (above). This is a bug of cimage-dist; "
             "please report it with the command and `cimage doctor --json`.",
             file=sys.stderr,
         )

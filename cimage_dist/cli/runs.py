@@ -16,7 +16,7 @@ VERBS = {
     "evaluate": "score a run's embeddings (or --embedding FILE) with controls beside them",
     "report": "write a page with charts, report.html, of a run (config or folder) or a sweep",
     "show": "print the resolved config, its fingerprint and what exists on disk",
-    "doctor": "tell which devices, backends and versions are present and what is missing",
+    "doctor": "list which devices, backends and versions are present and what is missing",
 }
 WITHOUT_SETTINGS = {"doctor"}
 
@@ -73,7 +73,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--plan",
             action="store_true",
-            help="check the run and tell its steps, memory and communication per worker; starts "
+            help="check the run and print its steps, memory and communication per worker; starts "
             "nothing",
         )
         parser.add_argument(

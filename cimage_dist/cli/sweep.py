@@ -12,7 +12,7 @@ from cimage_dist.cli.common import on_storage, split_settings
 
 VERBS = {
     "sweep": "search hyper-parameters on Ray: a file with a space, a config; the same command "
-    "again goes on"
+    "again continues"
 }
 WITHOUT_SETTINGS: set[str] = set()
 

@@ -196,7 +196,7 @@ def in_own_process(cell: Cell, quiet: bool, stage: str) -> Result:
 @contextmanager
 def _without_main() -> Iterator[None]:
     """A process spawned now does not run the calling script again: it needs nothing of it, and a
-    script without `if __name__ == "__main__"` would start the comparison anew there.
+    script without `if __name__ == "__main__"` would start the comparison again there.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

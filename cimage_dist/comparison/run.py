@@ -239,7 +239,7 @@ def _run(
 def _attempt(cell: Cell, stage: str, progress: Progress, execute: Execute) -> Result:
     try:
         return execute(cell, progress.quiet, stage)
-    except Exception as error:  # of one method: the others go on
+    except Exception as error:  # of one method: the others continue
         text = " ".join(str(error).split())
         reason = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
         progress.note(f"failed: {reason}")

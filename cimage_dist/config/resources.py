@@ -45,7 +45,7 @@ class RunConfig:
 class ResourcesConfig:
     num_workers: int = opt(1, "training processes with --on ray")
     min_workers: int = opt(
-        0, "fewest workers an elastic run goes on with; 0: num_workers, not elastic"
+        0, "fewest workers an elastic run continues with; 0: num_workers, not elastic"
     )
     cpus_per_worker: int = opt(1, "CPUs that Ray reserves for each worker")
     threads: int = opt(

@@ -2,8 +2,8 @@
 once for all processes of the node.
 
 <cache>/<fingerprint>/             the store, committed whole
-<cache>/.tmp-<fingerprint>/        a copy under way; the next process goes on with what a killed one
-left <cache>/.lock-<fingerprint>
+<cache>/.tmp-<fingerprint>/        a copy under way; the next process continues with what a killed
+one left <cache>/.lock-<fingerprint>
 """
 
 from __future__ import annotations
@@ -213,5 +213,5 @@ def _blocks(storage: Any, place: str, begin: int, shown: str) -> Iterator[bytes]
     except Exception as error:  # see _read_manifest
         raise UserError(
             f"Copying {shown} broke off ({type(error).__name__}: {error}). What is copied is "
-            "kept: start again to go on."
+            "kept: start again to continue."
         ) from error

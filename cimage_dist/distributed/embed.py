@@ -81,7 +81,7 @@ def _result(reference: Any, task: Task, max_failures: int) -> Facts:
         raise UserError(
             f"Part {task[1]} of pass {task[0] + 1} was lost with its worker {max_failures + 1} "
             f"times ({reason}). "
-            "The parts that are done are kept: the same command goes on. Give workers more "
+            "The parts that are done are kept: the same command continues. Give workers more "
             "memory, or raise resources.max_failures."
         ) from None
     if isinstance(found, str):

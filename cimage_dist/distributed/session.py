@@ -71,8 +71,8 @@ def uses_gpu(cfg: Config) -> bool:
 
 
 def check_room(cfg: Config) -> None:
-    """The fewest workers the run may go on with must fit into the cluster as it is; an elastic run
-    waits for the others.
+    """The fewest workers the run may continue with must fit into the cluster as it is; an elastic
+    run waits for the others.
     """
     res = cfg.resources
     workers = res.min_workers or res.num_workers

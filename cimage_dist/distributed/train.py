@@ -130,7 +130,7 @@ class RaySink(LocalSink):
     def save(
         self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], is_best: bool
     ) -> None:
-        """Collective: nobody goes on before the checkpoint is on storage."""
+        """Collective: nobody continues before the checkpoint is on storage."""
         self._together(
             functools.partial(super().save, step, tensors, meta, is_best),
             f"The checkpoint of step {step}",
@@ -148,7 +148,7 @@ class RaySink(LocalSink):
 
     def _together(self, write: Callable[[], None], what: str) -> None:
         """Collective: rank 0 writes. Where storage is full or forbidden all stop with the same
-        words; no new attempt would mend that.
+        words; no new attempt would fix that.
         """
         complaint = self._unwritten
         if complaint is None:
@@ -159,7 +159,7 @@ class RaySink(LocalSink):
         complaint = _first_complaint(complaint, self.comm)
         if complaint:
             raise UserError(
-                f"{complaint} Earlier checkpoints are whole: the same command goes on from the "
+                f"{complaint} Earlier checkpoints are whole: the same command continues from the "
                 "newest."
             )
 
@@ -174,7 +174,7 @@ class RaySink(LocalSink):
 
 
 def unwritable(error: OSError) -> str:
-    """What the owner of the storage can mend, in words. Any other fault is raised again: it may
+    """What the owner of the storage can fix, in words. Any other fault is raised again: it may
     pass, and Ray tries again.
     """
     if error.errno not in UNWRITABLE:
@@ -217,7 +217,7 @@ def absolute(cfg: Config) -> Config:
 def _train_worker(job: dict[str, Any]) -> dict[str, Any]:
     """What each Ray worker runs; the run directory holds the config.
 
-    A mistake of the user and a wish to stop are returned, not raised: trying again would not mend
+    A mistake of the user and a wish to stop are returned, not raised: trying again would not fix
     them.
     """
     cfg = load_config(job["config"])
@@ -378,10 +378,10 @@ def _fit(cfg: Config, run: RunDir) -> None:
             raise UserError(
                 f"Workers died more than resources.max_failures ({res.max_failures}) times: "
                 "killed, out of memory, or with their node. "
-                "The same command goes on from the newest checkpoint. The last death: "
+                "The same command continues from the newest checkpoint. The last death: "
                 f"{' '.join(death.split())[:600]}"
             ) from None
-        raise  # their own exception, which is a fault of ours
+        raise  # their own exception, which is a bug
     if told.get("complaint"):
         raise UserError(told["complaint"])
     if "signum" in told:

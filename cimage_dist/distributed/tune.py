@@ -247,7 +247,7 @@ class Reporter(tune.Callback):
 
 
 def sweep_on_ray(sweep: Sweep, cfg: Config, root: Path, quiet: bool = False) -> dict[str, Any]:
-    """Run a sweep into `root`, or go on with it; `cfg` is the given config with its paths on
+    """Run a sweep into `root`, or continue with it; `cfg` is the given config with its paths on
     storage. Returns the summary.
     """
     with locked(root):
@@ -258,7 +258,7 @@ def sweep_on_ray(sweep: Sweep, cfg: Config, root: Path, quiet: bool = False) -> 
             if _has_work(steward):
                 board.note(
                     f"sweep {sweep.name} in {root}: {len(ledger.outcomes)} trials over, "
-                    f"{len(ledger.unfinished('search'))} to go on with"
+                    f"{len(ledger.unfinished('search'))} to continue with"
                 )
                 _run(steward, absolute(cfg))
         return finish(sweep, ledger, board.note)

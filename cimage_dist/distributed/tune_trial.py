@@ -1,5 +1,5 @@
 """One trial inside its Ray process: the ordinary training loop with a sink that reports validation
-scores and waits for leave to go on.
+scores and waits for leave to continue.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POLL_S = 0.5
 
 
 class TuneSink(LocalSink):
-    """A run directory whose validation scores go to `exchange`; training goes on when the sweep
+    """A run directory whose validation scores go to `exchange`; training continues when the sweep
     asks for the next one.
 
     So no trial runs ahead of a decision; one that is stopped takes a last step and saves.
@@ -167,7 +167,7 @@ def _run(job: Job, exchange: Exchange) -> None:
         outcome = _train(job, exchange)
     except Interrupted:
         return
-    except Exception as error:  # the sweep goes on; the reason is kept
+    except Exception as error:  # the sweep continues; the reason is kept
         artifacts.write_text(folder / "failure.txt", traceback.format_exc())
         reason = (
             str(error)
@@ -219,7 +219,7 @@ def _train(job: Job, exchange: Exchange) -> Outcome:
 
 def _train_here(cfg: Config, graph: Graph, exchange: Exchange) -> float:
     """The loop in this process; returns its seconds. A stopped run is summarised too, so that it
-    can be reported on, before Interrupted goes on.
+    can be reported on, before Interrupted continues.
     """
     stop: Interrupted | None = None
     with stages.summarised(cfg, graph) as outcome:
@@ -247,7 +247,7 @@ _kept: list[tuple[str, Graph]] = []
 
 
 def _graph(cfg: Config) -> Graph:
-    """The graph of the trial before where it is the same: opening checks its files' sums anew."""
+    """The graph of the trial before where it is the same: opening checks its files' sums again."""
     name = str(cfg.data)
     if not _kept or _kept[0][0] != name:
         _kept[:] = [(name, open_graph(cfg.data))]

@@ -90,7 +90,7 @@ def load(path: Path) -> Checkpoint:
     reason = why_invalid(path)
     if reason:
         raise UserError(
-            f"Checkpoint is damaged: {reason}. Delete {path} to go on from an earlier one."
+            f"Checkpoint is damaged: {reason}. Delete {path} to continue from an earlier one."
         )
     body = json.loads((path / META).read_text())
     return Checkpoint(path, body["step"], load_file(path / TENSORS), body["meta"])

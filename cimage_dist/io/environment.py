@@ -60,7 +60,7 @@ def keep_freed_memory() -> None:
     """Let the C library keep freed blocks for the next step instead of handing them back to the
     system.
 
-    By default glibc maps every block above 32 MB (and many smaller ones) anew, and each page of it
+    By default glibc maps every block above 32 MB (and many smaller ones) again, and each page of it
     costs a fault at first touch: on the CPU that is a good part of a training step. Does nothing
     where the C library is another one.
     """
@@ -73,7 +73,7 @@ def keep_freed_memory() -> None:
 
 
 def forget_peak_memory() -> None:
-    """Start the process's peak of resident memory anew, where the system can (Linux)."""
+    """Start the process's peak of resident memory again, where the system can (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

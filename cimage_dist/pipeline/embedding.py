@@ -8,7 +8,7 @@ output of the pass under way (with model.teleport the first pass too):
     pass-2/part-00000.npy ...
 
 A part is made by one process from rows of the pass before, and renamed into place when it is on
-disk: a killed run goes on with the parts that are missing. Parts, and how one is cut while it is
+disk: a killed run continues with the parts that are missing. Parts, and how one is cut while it is
 made, do not depend on who makes them or on how many do.
 """
 
@@ -203,7 +203,7 @@ def make_embeddings(
     chunk_floats: int = MAX_FLOATS,
 ) -> None:
     """Write the folder `final` with all rows in node order, or those of `nodes` in their order;
-    goes on where a killed run stopped.
+    continues where a killed run stopped.
     """
     plan = make_plan(cfg, model, step, graph, nodes, part_rows, chunk_floats)
     root = final.parent / f"{final.name}-work"
@@ -242,7 +242,7 @@ def make_embeddings(
 def _begin(
     root: Path, plan: Plan, cfg: Config, model: CimageModel, nodes: NDArray[np.int64] | None
 ) -> int:
-    """Make the work folder ready, and tell with which pass to go on."""
+    """Make the work folder ready, and tell with which pass to continue."""
     is_same = (root / "plan.json").is_file() and artifacts.read_json(
         root / "plan.json", "the plan of the embedding"
     ) == asdict(plan)

@@ -136,7 +136,7 @@ def check_graph(run: RunDir, graph: Graph) -> None:
 
 
 def discard_run(run: RunDir, cfg: Config) -> None:
-    """Forget a run that failed before its first checkpoint, so that mended settings may use the
+    """Forget a run that failed before its first checkpoint, so that fixed settings may use the
     directory. Its metrics stay to be read.
 
     A directory in which another process is training is left alone.

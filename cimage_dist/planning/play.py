@@ -290,7 +290,7 @@ def _one_step(
     batches = trainer.remaining()
     trainer.advance(
         next(batches)
-    )  # after it the buckets are built anew, in the order in which gradients came
+    )  # after it the buckets are built again, in the order in which gradients came
     gradients.clear()
     batch = next(batches)[0]
     kept: dict[int, Tensor] = {}

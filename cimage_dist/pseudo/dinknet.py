@@ -105,7 +105,7 @@ def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
     steps = math.ceil(num_nodes / _LARGE_BATCH)
     epochs = math.ceil(_PRETRAIN_STEPS / steps)
     # α = 1e-10 moves the encoder by less than rounding (Adam's ε is 1e-8), but H would have to be
-    # made anew after every epoch.
+    # made again after every epoch.
     return DinkNetSettings(
         width=256,
         pretrain_epochs=epochs,

@@ -62,7 +62,7 @@ class Meter:
 
     def read(self) -> dict[str, Any]:
         """Since the last reading: seconds in all and by kind, edges per second; memory at this
-        moment. Starts anew.
+        moment. Starts again.
         """
         now = time.perf_counter()
         seconds = now - self._since

@@ -41,8 +41,8 @@ def _test_scores(ledger: Ledger, best: Standing, note: Callable[[str], None]) ->
     """Mean and standard deviation over the winner's fresh runs; kept in test.json, and never
     computed twice for the same winner.
 
-    A search that goes on with a larger budget may name another winner; then the earlier look stays
-    on record.
+    A search that continues with a larger budget may name another winner; then the earlier look
+    stays on record.
     """
     path = ledger.root / "test.json"
     looks: list[dict[str, Any]] = (

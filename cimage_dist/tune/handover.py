@@ -40,7 +40,7 @@ def hand_over(source: Path, target: Path, optim: OptimConfig) -> None:
 def _with_settings(meta: dict[str, Any], optim: OptimConfig) -> dict[str, Any]:
     """The cosine's place in its period stays; its ends are the new ones.
 
-    Without restarts the rate is a function of the step, which training sets when it goes on.
+    Without restarts the rate is a function of the step, which training sets when it continues.
     """
     count = len(meta["scheduler"]["base_lrs"])
     schedule = meta["scheduler"] | {"base_lrs": [optim.lr_max] * count}

@@ -2,7 +2,7 @@
 once over, outcome.json (what came of it).
 
 Both are written whole or not at all, the first before the trial starts and the second when it is
-over, so that killing everything at any moment leaves: finished trials, and trials to go on with.
+over, so that killing everything at any moment leaves: finished trials, and trials to continue with.
 Nothing else holds state: what to try next follows from these files.
 """
 

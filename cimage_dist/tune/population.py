@@ -120,7 +120,7 @@ def _made(sweep: Sweep, ledger: Ledger, generation: int, members: list[int]) -> 
 
 
 def varied(space: Space, values: Point, seed: int, generation: int, member: int) -> Point:
-    """Numbers times 0.8 or 1.25, ordered choices to a neighbour; one key in four is drawn anew."""
+    """Numbers times 0.8 or 1.25, ordered choices to a neighbour; one key in four is drawn again."""
     return {
         d.key: _vary(
             d, values[d.key], [draw(seed, _VARY, generation, member, i, j) for j in range(2)]

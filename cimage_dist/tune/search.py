@@ -68,7 +68,7 @@ def _name(point: Point) -> str:
 
 
 def _tpe(space: Space, seed: int, number: int, history: Sequence[Standing]) -> Point:
-    """A tree-structured Parzen estimator (Optuna's) shown the whole history anew, so that a killed
+    """A tree-structured Parzen estimator (Optuna's) shown the whole history again, so that a killed
     search needs no state of its own.
     """
     try:

@@ -41,7 +41,7 @@ class SweepSettings:
     baseline: bool = True  # try the given config too
     seed: int = 0  # of the search
     grace: float = 1 / 9  # share of train.epochs before which no trial is stopped
-    reduction: int = 3  # ASHA lets one of so many go on at each rung
+    reduction: int = 3  # ASHA lets one of so many continue at each rung
     interval_epochs: int | None = (
         None  # of population-based training; unset: a fifth of train.epochs
     )
@@ -100,7 +100,7 @@ class SweepSettings:
             )
 
 
-# What does not make another sweep: budgets may be raised and the search goes on.
+# What does not make another sweep: budgets may be raised and the search continues.
 _BUDGETS = (
     "trials",
     "time_s",

@@ -550,7 +550,7 @@ def test_damaged_records_of_a_run(cli: Cli, tiny: list[str], trained: Path) -> N
 def test_a_failed_start_does_not_claim_the_directory(
     cli: Cli, tiny: list[str], trained: Path, tmp_path: Path
 ) -> None:
-    """The second try with mended settings runs, and equals a run in a fresh directory."""
+    """The second try with fixed settings runs, and equals a run in a fresh directory."""
     wrong = ["loss.factor_weight=1", "cluster.init=file", "cluster.labels_path=absent.npy"]
     assert cli("pretrain", *tiny, "run.dir=run", *wrong).code == 2
     assert cli("pretrain", *tiny, "run.dir=run").code == 0

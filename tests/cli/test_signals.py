@@ -1,4 +1,4 @@
-"""Training that is stopped, by asking or by force, goes on where it was and ends with the same
+"""Training that is stopped, by asking or by force, continues where it was and ends with the same
 weights to the last bit.
 """
 
@@ -103,7 +103,7 @@ def test_stopped_by_a_signal(
 
 
 def kill_and_resume(settings: list[str], run: Path, kills: int, draw: random.Random) -> None:
-    """Kill -9 at random steps and a random moment within the step; each process goes on from what
+    """Kill -9 at random steps and a random moment within the step; each process continues from what
     the one before left.
     """
     for i in range(kills):

@@ -1,4 +1,4 @@
-"""Every kind of bad data gives one readable paragraph: what, where, how to mend it."""
+"""Every kind of bad data gives one readable paragraph: what, where, how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's copy of a store: exact, made once, gone on with after a kill, mended after damage."""
+"""A node's copy of a store: exact, made once, gone on with after a kill, fixed after damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on Ray is hurt in every way we know of: it goes on by itself, or stops with a clear
+"""Training on Ray is hurt in every way we know of: it continues by itself, or stops with a clear
 message, and loses nothing that was saved.
 
 Each run takes one to two minutes on a small machine, the whole file about half an hour.
@@ -88,7 +88,7 @@ def test_a_worker_is_killed(
     victim.kill()
     killed = time.time()
     victim.wait(10)
-    reached = run.step()  # the other worker cannot go on without this one
+    reached = run.step()  # the other worker cannot continue without this one
     assert reached < STEPS, "the kill came too late"
     attempt = next_attempt(run, count)
     lost = reached - attempt["after_step"]
@@ -106,7 +106,7 @@ def test_a_worker_is_killed(
 
 
 def test_workers_die_too_often(one_node: Cluster, expected: Expected) -> None:
-    """A message, not a traceback; the same command goes on."""
+    """A message, not a traceback; the same command continues."""
     run = one_node.pretrain("often", "resources.max_failures=0")
     run.wait_for_step(CHECKPOINT_EVERY + 1)
     one_node.workers()[0].kill()
@@ -126,8 +126,8 @@ def newest(run: Path) -> checkpoint.Checkpoint:
 def test_the_driver_is_killed_and_the_newest_checkpoint_damaged(
     one_node: Cluster, expected: Expected
 ) -> None:
-    """Its workers end with it. The same command goes on; with the newest checkpoint cut short, from
-    the one before.
+    """Its workers end with it. The same command continues; with the newest checkpoint cut short,
+    from the one before.
     """
     run = one_node.pretrain("driver")
     run.wait_for_step(3 * CHECKPOINT_EVERY + 2)

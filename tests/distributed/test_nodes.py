@@ -101,7 +101,7 @@ def test_an_elastic_run_shrinks_and_grows(cluster: Cluster) -> None:
     run.wait_for_step(2 * CHECKPOINT_EVERY)
     assert run.attempts()[0]["workers"] == 2
     reached, lost_at = lose_a_node(cluster, run), time.time()
-    run.wait(lambda: run.attempts()[-1]["workers"] == 1, "one worker to go on")
+    run.wait(lambda: run.attempts()[-1]["workers"] == 1, "one worker to continue")
     shrunk = run.attempts()[-1]
     assert 0 <= reached - shrunk["after_step"] <= CHECKPOINT_EVERY
     print(

@@ -156,7 +156,7 @@ def test_factors_are_as_wide_as_the_features_allow(features: int, width: int) ->
 
 
 def test_more_epochs_take_up_the_longer_schedule(store_dir: Path, small_sbm: Graph) -> None:
-    """A cosine that had ended goes on where the longer one is at that step."""
+    """A cosine that had ended continues where the longer one is at that step."""
     short, long = (small_sbm_config(store_dir, f"train.epochs={n}") for n in (4, 8))
     assert short.optim.schedule == "cosine"
     sink = MemorySink()

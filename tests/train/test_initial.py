@@ -254,7 +254,7 @@ def test_labels_are_made_once_for_all_runs_that_agree(tmp_path, monkeypatch):
     cfg.cluster.init = "propagated"
     assert (
         loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()).facts["clusters"] == 4
-    )  # made anew in place of the damaged ones
+    )  # made again in place of the damaged ones
 
 
 @pytest.mark.parametrize(

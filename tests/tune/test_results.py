@@ -239,7 +239,7 @@ def test_a_population_moves_to_the_better(make_sweep: MakeSweep, ledger: Ledger)
 
 
 def test_handed_over_weights_and_new_rates(tmp_path: Path) -> None:
-    """A model's checkpoint goes on with its weights, its place in the schedule and the other
+    """A model's checkpoint continues with its weights, its place in the schedule and the other
     settings, and training obeys them.
     """
     weight = torch.nn.Parameter(torch.ones(3))

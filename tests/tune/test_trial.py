@@ -1,4 +1,4 @@
-"""A trial's process without a cluster: it reports and waits, stops and goes on, fails with a
+"""A trial's process without a cluster: it reports and waits, stops and continues, fails with a
 reason, hands weights over, serves trials in turn.
 """
 
