@@ -52,7 +52,9 @@ def headline(threads: int) -> str:
 
 
 def best_seconds(call: Callable[[], object], repeats: int) -> float:
-    """The quickest of several calls, after one to warm up: other load on the machine can only add."""
+    """The quickest of several calls, after one to warm up: other load on the machine can only
+    add.
+    """
     call()
     times = []
     for _ in range(repeats):

@@ -1,4 +1,6 @@
-"""The Python interface: `Pretrainer(cfg).fit(graph).embed(graph)`, in the manner of scikit-learn."""
+"""The Python interface: `Pretrainer(cfg).fit(graph).embed(graph)`, in the manner of
+scikit-learn.
+"""
 
 from __future__ import annotations
 

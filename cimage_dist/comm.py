@@ -82,7 +82,9 @@ class Comm:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Collective: the tensor of rank `source`, on every rank (same shape and dtype everywhere)."""
+        """Collective: the tensor of rank `source`, on every rank (same shape and dtype
+        everywhere).
+        """
         if self.world == 1:
             return x
         out = x.detach().clone()
@@ -105,7 +107,9 @@ class Comm:
             dist.barrier(group=self.group)
 
     def slice_of(self, total: int) -> tuple[int, int]:
-        """This rank's contiguous share [begin, end) of `total` items; sizes differ by one at most."""
+        """This rank's contiguous share [begin, end) of `total` items; sizes differ by one at
+        most.
+        """
         return total * self.rank // self.world, total * (self.rank + 1) // self.world
 
     def __repr__(self) -> str:

@@ -96,7 +96,9 @@ def _without_aliases(layer: Any) -> Any:
 
 
 def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Defaults, then each yaml in order, then `key=value` overrides; checked, as plain dataclasses."""
+    """Defaults, then each yaml in order, then `key=value` overrides; checked, as plain
+    dataclasses.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -10,7 +10,9 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS
 
 
 class UserError(Exception):
-    """A mistake the user can fix. The command line prints the message alone and exits with code 2."""
+    """A mistake the user can fix. The command line prints the message alone and exits with code
+    2.
+    """
 
 
 class Interrupted(Exception):

@@ -1,4 +1,6 @@
-"""Many small configs, quickly: a checked base is loaded once, and each test changes a copy of it."""
+"""Many small configs, quickly: a checked base is loaded once, and each test changes a copy of
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the documents say must be true: commands parse, samples run, tables match the result files."""
+"""What the documents say must be true: commands parse, samples run, tables match the result
+files.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ def test_streams_steps_and_seeds_differ():
 
 
 def test_uniform_has_the_moments_of_a_uniform():
-    """100,000 draws: mean and variance within five standard errors; neighbouring ids uncorrelated."""
+    """100,000 draws: mean and variance within five standard errors; neighbouring ids
+    uncorrelated.
+    """
     u = keyed.uniform(keyed.stream(0, "split"), torch.arange(100_000))
     assert float(u.min()) >= 0 and float(u.max()) < 1
     assert abs(float(u.mean()) - 0.5) < 5 * (1 / 12 / 100_000) ** 0.5

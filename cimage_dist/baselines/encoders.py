@@ -40,7 +40,9 @@ def prepared(x: Tensor, how: str) -> Tensor:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draws inside depend on `seed` alone; the generators outside continue as if nothing happened."""
+    """Draws inside depend on `seed` alone; the generators outside continue as if nothing
+    happened.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

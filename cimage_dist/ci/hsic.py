@@ -372,5 +372,7 @@ def _add_gram(gram: Tensor, rows: Tensor) -> None:
 
 
 def _mirror(upper: Tensor) -> Tensor:
-    """The symmetric matrix whose upper triangle is given; the lower one holds nothing or rounding."""
+    """The symmetric matrix whose upper triangle is given; the lower one holds nothing or
+    rounding.
+    """
     return upper.triu() + upper.triu(1).T

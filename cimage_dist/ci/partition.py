@@ -180,7 +180,9 @@ class _Trial:
 
 
 class _Solves:
-    """Solves at different penalties, each started from the weights of the one before; counts them."""
+    """Solves at different penalties, each started from the weights of the one before; counts
+    them.
+    """
 
     def __init__(
         self, stats: HsicStats, num_factors: int, features: Features, solver: Solver, inner: Inner

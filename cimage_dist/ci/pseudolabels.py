@@ -247,7 +247,9 @@ def _bank(
     seed: int,
     comm: Comm,
 ) -> tuple[Tensor, Tensor]:
-    """Unit rows and labels of at most `bank_size` base members of all ranks, evenly over clusters."""
+    """Unit rows and labels of at most `bank_size` base members of all ranks, evenly over
+    clusters.
+    """
     members = torch.where(base, labels, -1)
     quota = class_quota(_cluster_sizes(members, clusters, comm), bank_size)
     draw = keyed.uniform(keyed.stream(seed, "growth-bank"), gids)

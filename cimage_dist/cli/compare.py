@@ -18,10 +18,12 @@ examples:
   cimage compare data.name=mine data.path=my_graph/ --methods cimage,grace,maskgae
   cimage compare configs/demo.yaml --methods dgi --set dgi.epochs=50     a shorter training
 
-Every method gets the same training edges, node split and probe. Settings of a method are its authors' (cimage_dist/baselines/*.yaml);
-those of cimage are the config's. Baselines run in one process on the whole graph. The same command again makes only what is missing or
-has other settings. Without labels, methods are compared by held-out links and by the modularity of clusters. Output: a table,
-compare.json and compare.html (a dot for every seed) in --out. Exit code 1: some method failed, the reason is printed; the rest is there.
+Every method gets the same training edges, node split and probe. Settings of a method are its
+authors' (cimage_dist/baselines/*.yaml); those of cimage are the config's. Baselines run in one
+process on the whole graph. The same command again makes only what is missing or has other settings.
+Without labels, methods are compared by held-out links and by the modularity of clusters. Output: a
+table, compare.json and compare.html (a dot for every seed) in --out. Exit code 1: some method
+failed, the reason is printed; the other results are there.
 
 methods:
 """

@@ -22,16 +22,17 @@ from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 
 EPILOG = """\
 examples:
-  cimage pretrain configs/demo.yaml                          train on a small generated graph
-  cimage embed configs/demo.yaml                             write its embeddings
-  cimage evaluate configs/demo.yaml --json                   score them, beside controls
+  cimage pretrain configs/demo.yaml                     train on a small generated graph
+  cimage embed configs/demo.yaml                        write its embeddings
+  cimage evaluate configs/demo.yaml --json              score them, beside controls
   cimage pretrain configs/node/cora.yaml train.epochs=50 run.seed=1
-  cimage pretrain data.name=mine data.path=my_graph/         your own graph: edges.csv, features.npy, ...
-  cimage compare configs/demo.yaml --methods cimage,gae      ours beside published methods on one graph
-  cimage show --keys                                         every config key with its default and meaning
+  cimage pretrain data.name=mine data.path=my_graph/    your own graph: edges.csv, features.npy, ...
+  cimage compare configs/demo.yaml --methods cimage,gae ours beside published methods on one graph
+  cimage show --keys                                    every config key with default and meaning
 
-Later arguments win: defaults, then each yaml in order, then key=value. Exit codes: 0 done, 2 the input needs a correction
-(the message says how), 1 an internal error, 130/143 stopped by Ctrl-C or SIGTERM after saving.
+Later arguments win: defaults, then each yaml in order, then key=value. Exit codes: 0 done, 2 the
+input needs a correction (the message says which), 1 an internal error, 130/143 stopped by Ctrl-C or
+SIGTERM after saving.
 """
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and

@@ -137,7 +137,9 @@ _NOT_SCIENCE = ("run", "resources")
 
 
 def fingerprint(cfg: Config) -> str:
-    """12 hex digits of the science sections: the same experiment on another machine keeps its name."""
+    """12 hex digits of the science sections: the same experiment on another machine keeps its
+    name.
+    """
     tree = dataclasses.asdict(cfg)
     for name in _NOT_SCIENCE:
         del tree[name]

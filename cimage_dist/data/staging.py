@@ -25,7 +25,9 @@ _ADVICE = "Make it again with `cimage ingest` and copy the whole folder to where
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is named with its kind of storage: s3://bucket/folder, gs://..., file:///..."""
+    """Whether a place is named with its kind of storage: s3://bucket/folder, gs://...,
+    file:///...
+    """
     return "://" in place
 
 

@@ -326,7 +326,9 @@ def _digest(content: dict[str, str]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a store, or a readable error when there is none or it is of another format."""
+    """The manifest of a store, or a readable error when there is none or it is of another
+    format.
+    """
     if not (path / artifacts.MANIFEST).is_file():
         raise UserError(
             f"{path} is not a graph store: it has no {artifacts.MANIFEST}. "

@@ -9,12 +9,9 @@ import dataclasses
 import functools
 import json
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import ray
@@ -29,13 +26,12 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config, run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.distributed.follow import Follower, _in_a_thread, _signals_to, stop_file
 from cimage_dist.distributed.session import check_storage, start_ray, uses_gpu
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 from cimage_dist.io import checkpoint
-from cimage_dist.io.artifacts import RunDir, write_text
+from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
-from cimage_dist.reporting.terminal import read_metrics
-from cimage_dist.train.loop import SHOWN
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
 
@@ -185,10 +181,6 @@ def unwritable(error: OSError) -> str:
     )
 
 
-def stop_file(run: RunDir) -> Path:
-    return run.root / "STOP"
-
-
 def absolute(cfg: Config) -> Config:
     """Workers run in other directories: every path becomes absolute."""
 
@@ -255,33 +247,6 @@ def _first_complaint(own: str | None, comm: Comm) -> str | None:
     )
 
 
-class Follower(threading.Thread):
-    """Shows on the driver what rank 0 writes to metrics.jsonl."""
-
-    def __init__(self, run: RunDir, progress: Progress) -> None:
-        super().__init__(daemon=True)
-        self.files, self.progress = run, progress
-        self.is_done = threading.Event()
-
-    def run(self) -> None:
-        seen = len(read_metrics(self.files.metrics))
-        is_last = False
-        while not is_last:
-            is_last = self.is_done.wait(0.5)
-            records = read_metrics(self.files.metrics)
-            for record in records[seen:]:
-                if record["kind"] == "encoder":
-                    self.progress.note(f"encoder: {record['described']}")
-                elif record["kind"] == "train":
-                    self.progress.update(
-                        record["step"],
-                        record["total_steps"],
-                        {name: record[name] for name in SHOWN if name in record},
-                    )
-            seen = len(records)
-        self.progress.close()
-
-
 def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
     """Train on resources.num_workers Ray workers and return the summary, as `stages.pretrain` does
     for one process.
@@ -309,29 +274,6 @@ def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
             follower.is_done.set()
             follower.join()
     return outcome.summary
-
-
-@contextlib.contextmanager
-def _signals_to(run: RunDir) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the workers to save and stop; a second SIGINT does not wait."""
-    file = stop_file(run)
-    file.unlink(missing_ok=True)
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if file.exists() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        write_text(file, str(number))
-
-    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-        file.unlink(missing_ok=True)
 
 
 def scaling(cfg: Config) -> Any:
@@ -395,24 +337,3 @@ def _network() -> dict[str, str]:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         if name in os.environ
     }
-
-
-def _in_a_thread(trainer: TorchTrainer) -> dict[str, Any]:
-    """What rank 0 returned. In the main thread Ray would take SIGINT for itself and kill the
-    workers without a checkpoint.
-    """
-    found: list[Any] = []
-
-    def fit() -> None:
-        try:
-            found.append(cast(Any, trainer.fit()).return_value)
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return cast(dict[str, Any], found[0])

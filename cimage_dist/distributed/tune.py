@@ -265,7 +265,9 @@ def sweep_on_ray(sweep: Sweep, cfg: Config, root: Path, quiet: bool = False) -> 
 
 
 def _has_work(steward: Steward) -> bool:
-    """Whether the plan has another trial; asking makes it, which is what the run does next anyway."""
+    """Whether the plan has another trial; asking makes it, which is what the run does next
+    anyway.
+    """
     found = steward.plan.next(steward.elapsed)
     steward.plan.running.clear()
     return found is not None

@@ -120,7 +120,9 @@ def load_selected(folder: Path, select: str) -> Checkpoint:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one, and what killed writers left."""
+    """Remove all but the newest `keep` checkpoints and the best one, and what killed writers
+    left.
+    """
     best = (folder / "BEST").read_text().strip() if (folder / "BEST").is_file() else ""
     for step in steps(folder)[:-keep]:
         if _name(step) != best:

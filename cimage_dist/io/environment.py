@@ -91,7 +91,9 @@ def peak_memory() -> int:
 
 
 def end_with_parent() -> None:
-    """Called in a process of `multiprocessing`: it must not outlive the command, however that ends."""
+    """Called in a process of `multiprocessing`: it must not outlive the command, however that
+    ends.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
 

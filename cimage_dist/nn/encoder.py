@@ -90,11 +90,15 @@ class Encoder(nn.Module):
 
     @property
     def starts_unit(self) -> bool:
-        """Whether `project` gives unit factors: where they are mixed in, or smoothed as they are."""
+        """Whether `project` gives unit factors: where they are mixed in, or smoothed as they
+        are.
+        """
         return self.cfg.propagation == "gcn" or self.alpha > 0
 
     def project(self, x_NF: Features) -> Tensor:
-        """dropout -> Linear -> norm [-> ELU -> dropout -> Linear], factor-major [N, K, C] (§4.1)."""
+        """dropout -> Linear -> norm [-> ELU -> dropout -> Linear], factor-major [N, K, C]
+        (§4.1).
+        """
         cfg = self.cfg
         rows: Tensor = self.norm(project_rows(x_NF, self.linear, cfg.dropout, self.training))
         if self.output is not None:

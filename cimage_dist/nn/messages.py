@@ -144,7 +144,9 @@ def gcn_weights(
 def gcn_smooth(
     q: Tensor, edges: EdgeList, degree: Tensor | None = None, targets: slice | None = None
 ) -> Tensor:
-    """z = D̂^-1/2 (A + I) D̂^-1/2 q (§4.4, released code); q is [N, ...]. Arguments: `gcn_weights`."""
+    """z = D̂^-1/2 (A + I) D̂^-1/2 q (§4.4, released code); q is [N, ...]. Arguments:
+    `gcn_weights`.
+    """
     flat = q.flatten(1)
     weight, own = gcn_weights(edges, flat.dtype, degree, targets)
     rows = flat if targets is None else flat[targets]

@@ -242,7 +242,9 @@ def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
 
 
 def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
-    """Say what is about to be trained, what was chosen for this graph, and what cannot be scored."""
+    """Say what is about to be trained, what was chosen for this graph, and what cannot be
+    scored.
+    """
     progress.note(f"objective: {describe_objective(cfg)}")
     if reason := why_unvalidated(cfg, graph):
         progress.note(reason)
@@ -349,7 +351,9 @@ def embed(
 
 
 def embedded_step(run: RunDir) -> int | None:
-    """Checkpoint step of the embeddings present, or None when there are none (or they are damaged)."""
+    """Checkpoint step of the embeddings present, or None when there are none (or they are
+    damaged).
+    """
     return step_of(run.embeddings)
 
 

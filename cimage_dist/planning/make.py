@@ -1,4 +1,6 @@
-"""The plan of a run: sizes, steps, memory and communication of one worker, before anything starts."""
+"""The plan of a run: sizes, steps, memory and communication of one worker, before anything
+starts.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ _WEIGHTS, _ORDER, _MASK, _SHUFFLE, _READING_ORDER = range(5)
 
 @dataclass(frozen=True)
 class DinkNetSettings:
-    """Defaults are those of a small graph without published settings: Cora's, with p = 10 (§6.4)."""
+    """Defaults are those of a small graph without published settings: Cora's, with p = 10
+    (§6.4).
+    """
 
     width: int = 512
     hops: int = 10  # p
@@ -243,7 +245,9 @@ class _Run:
             yield batch.mine, self.nodes.batch_embedding(self.model, batch, self.settings.hops)
 
     def rows_of(self, batch: Batch) -> Tensor:
-        """Collective: some rows of H for this rank, those of all ranks making up the batch; [m, D]."""
+        """Collective: some rows of H for this rank, those of all ranks making up the batch; [m,
+        D].
+        """
         if not self.keeps_h:
             return self.nodes.batch_embedding(self.model, batch, self.settings.hops)
         begin, end = self.comm.slice_of(self.nodes.num_nodes)

@@ -59,7 +59,9 @@ class Batch:
         return self.gids[self.begin : self.end]
 
     def messages(self) -> tuple[Tensor, Tensor]:
-        """src and dst of the messages into this rank's nodes, dst counted from the first of them."""
+        """src and dst of the messages into this rank's nodes, dst counted from the first of
+        them.
+        """
         first, last = torch.searchsorted(
             self.dst, torch.tensor([self.begin, self.end], device=self.dst.device)
         ).tolist()
@@ -267,7 +269,9 @@ class DinkNet(nn.Module):
 
 
 def masked_columns(num_features: int, rate: float, key: int, like: Tensor) -> Tensor:
-    """1 for a kept feature and 0 for a masked one, [F, 1]; ⌊rate F⌋ are masked, chosen by the key."""
+    """1 for a kept feature and 0 for a masked one, [F, 1]; ⌊rate F⌋ are masked, chosen by the
+    key.
+    """
     keep = torch.ones(num_features, 1, dtype=like.dtype, device=like.device)
     keep[
         keyed.bits(key, torch.arange(num_features, device=like.device)).argsort()[

@@ -203,7 +203,9 @@ class _TileSum(torch.autograd.Function):
 
 
 class _PairSum(torch.autograd.Function):
-    """Σ_p a·softplus(s_p) - b·s_p with s_p = z[first_p]·z[second_p]; nothing of size P x D is kept."""
+    """Σ_p a·softplus(s_p) - b·s_p with s_p = z[first_p]·z[second_p]; nothing of size P x D is
+    kept.
+    """
 
     @staticmethod
     def forward(

@@ -259,7 +259,9 @@ def replace_rows(selection: Selection, which: NDArray[np.int64], fresh: Selectio
 def rescue(
     graph: CsrGraph, targets: NDArray[np.int64], fanout: int, key: int, hidden: HiddenEdges | None
 ) -> Selection:
-    """Long rows listed in full: O(degree), for the few rows in which almost everything is hidden."""
+    """Long rows listed in full: O(degree), for the few rows in which almost everything is
+    hidden.
+    """
     row, offset = _list_visible(graph, targets, np.arange(len(targets)), hidden)
     visible = np.bincount(row, minlength=len(targets))
     order = np.lexsort((_row_bits(key, _bits(key, targets)[row], offset), row))

@@ -74,7 +74,9 @@ class BatchSource(Dataset[SampledBatch]):
         self.sampler.sample(np.empty(0, dtype=np.int64), 0, self.hidden(0, self.schedule.batch(0)))
 
     def hidden(self, step: int, batch: SeedBatch, view: int = 0) -> HiddenEdges:
-        """The edges that message passing must not see in a view of a step, given its global batch."""
+        """The edges that message passing must not see in a view of a step, given its global
+        batch.
+        """
         key = keyed.stream(self.seed, "mask-extra", step, *([view] if view else []))
         return hide(self.schedule.num_nodes, batch.u, batch.v, self.hide_rate, key)
 

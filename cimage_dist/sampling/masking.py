@@ -1,4 +1,6 @@
-"""Path masking: random walks choose the edges to hide, and non-edges are drawn to set against them."""
+"""Path masking: random walks choose the edges to hide, and non-edges are drawn to set against
+them.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def walk_edges(
 
 
 class MaskedGraph(NamedTuple):
-    """`visible`: the messages the encoder sees; `masked`: directed edges to predict, int64 [n, 2]."""
+    """`visible`: the messages the encoder sees; `masked`: directed edges to predict, int64 [n,
+    2].
+    """
 
     visible: EdgeList
     masked: Tensor

@@ -44,7 +44,9 @@ _FILE = "labels.npz"
 
 @dataclass(frozen=True)
 class LabelSet:
-    """labels int64 [N] (-1: none), confidence float64 [N], and what is known of how they were made."""
+    """labels int64 [N] (-1: none), confidence float64 [N], and what is known of how they were
+    made.
+    """
 
     labels: Tensor
     confidence: Tensor

@@ -256,7 +256,9 @@ class LocalSink:
             artifacts.write_tensors(self.run.root / name, tensors)
 
     def fetch(self, name: str) -> dict[str, Tensor] | None:
-        """What `store` kept; None where there is nothing, or it is damaged and must be made again."""
+        """What `store` kept; None where there is nothing, or it is damaged and must be made
+        again.
+        """
         try:
             return artifacts.read_tensors(self.run.root / name)
         except (UserError, KeyError, TypeError):

@@ -90,7 +90,9 @@ def explained(power_kSD: Tensor, target_SD: Tensor, fits: Tensor) -> Tensor:
 
 
 def peak(shares: Tensor) -> float:
-    """α of the highest share: the vertex of the parabola in log-odds through it and its neighbours."""
+    """α of the highest share: the vertex of the parabola in log-odds through it and its
+    neighbours.
+    """
     at = int(shares.argmax())
     if at in (0, len(_GRID) - 1):
         return _GRID[at]
@@ -124,7 +126,9 @@ class _Halves(NamedTuple):
 
 
 def _halve(rows: Tensor, key: int) -> _Halves | None:
-    """A halving, its means and directions from sampled feature rows [n, F]; None for constant ones."""
+    """A halving, its means and directions from sampled feature rows [n, F]; None for constant
+    ones.
+    """
     columns = rows.shape[1]
     is_first = torch.zeros(columns, dtype=torch.bool)
     is_first[keyed.bits(key, torch.arange(columns)).argsort()[::2]] = True

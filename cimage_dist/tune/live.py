@@ -154,7 +154,9 @@ class Board:
 
 
 def print_summary(result: dict[str, Any], keys: list[str]) -> None:
-    """The ranking of the search, the finalists, the winner and its test score, on standard output."""
+    """The ranking of the search, the finalists, the winner and its test score, on standard
+    output.
+    """
     from rich.console import Console
     from rich.table import Table
 

@@ -37,7 +37,9 @@ def tiny_sbm(tmp_path: Path) -> DataConfig:
 
 @pytest.fixture
 def own_folder(tmp_path: Path) -> Callable[..., DataConfig]:
-    """Writes arrays as npy files of an own graph (None leaves a file out) and returns its config."""
+    """Writes arrays as npy files of an own graph (None leaves a file out) and returns its
+    config.
+    """
 
     def make(**overrides: object) -> DataConfig:
         folder = tmp_path / "mine"

@@ -34,7 +34,9 @@ KILLS = 3
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """The head and one further node, with room for one worker each: two workers are on two nodes."""
+    """The head and one further node, with room for one worker each: two workers are on two
+    nodes.
+    """
     with cluster_of(2, 1) as nodes:
         yield nodes
 

@@ -56,7 +56,9 @@ ON_RAY = ["--on", "ray", "resources.num_workers=2"]
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A short path: Ray puts sockets below it, and their names may not exceed about 100 characters."""
+    """A short path: Ray puts sockets below it, and their names may not exceed about 100
+    characters.
+    """
     path = Path(tempfile.mkdtemp(prefix="cimage-", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Modularity loss: sparse equals dense, unbiased in mini-batches, gradients by finite differences."""
+"""Modularity loss: sparse equals dense, unbiased in mini-batches, gradients by finite
+differences.
+"""
 
 from __future__ import annotations
 

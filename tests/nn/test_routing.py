@@ -88,7 +88,9 @@ def test_assignments_sum_to_one_over_factors():
 
 
 def test_padded_form_agrees_with_the_edge_list():
-    """Neighbour tables padded with a zero row, as the released code has them, give the same result."""
+    """Neighbour tables padded with a zero row, as the released code has them, give the same
+    result.
+    """
     topology = random_topology(15, 40, seed=3)
     torch.manual_seed(1)
     x = torch.randn(15, 4, 3, dtype=torch.float64)

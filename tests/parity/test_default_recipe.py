@@ -1,4 +1,6 @@
-"""The default recipe on 1, 2 and 3 gloo ranks in float64: the same losses, weights and embedding."""
+"""The default recipe on 1, 2 and 3 gloo ranks in float64: the same losses, weights and
+embedding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""CI scores at 1, 2 and 3 ranks: statistics to 1e-12, the same partition and the same diagnostics."""
+"""CI scores at 1, 2 and 3 ranks: statistics to 1e-12, the same partition and the same
+diagnostics.
+"""
 
 from __future__ import annotations
 

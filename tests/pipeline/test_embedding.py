@@ -404,7 +404,9 @@ def test_chosen_nodes(trained, small_sbm, tmp_path):
 
 
 def test_chosen_nodes_of_a_sampled_run(store_dir, small_sbm, tmp_path):
-    """Fan-outs are those of the config, draws those of the node: the same whichever parts are cut."""
+    """Fan-outs are those of the config, draws those of the node: the same whichever parts are
+    cut.
+    """
     cfg = small_sbm_config(store_dir, *MODEL, "sampler.fanouts=[2,2,2]", "sampler.backend=csr")
     nodes = np.arange(0, 300, 3)
     make(cfg, small_sbm, tmp_path / "one", nodes=nodes)

@@ -78,7 +78,9 @@ def test_the_clock_starts_anew_with_each_checkpoint(store_dir, monkeypatch):
 
 
 def test_accumulated_batches_make_the_step_of_their_mean_gradient(store_dir, small_sbm):
-    """Two batches of 60 edges in one step: as many steps as half the batches, each batch seen once."""
+    """Two batches of 60 edges in one step: as many steps as half the batches, each batch seen
+    once.
+    """
     settings = [
         *TINY,
         "loss.factor_weight=0",

@@ -1,4 +1,6 @@
-"""A small sweep without Ray: a base config on disk, a space, and trials whose outcomes are made up."""
+"""A small sweep without Ray: a base config on disk, a space, and trials whose outcomes are made
+up.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ space:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short path: Ray puts sockets below it, and their names may not exceed about 100 characters."""
+    """A short path: Ray puts sockets below it, and their names may not exceed about 100
+    characters.
+    """
     path = Path(tempfile.mkdtemp(prefix="cimage-", dir="/tmp"))
     (path / "tiny.yaml").write_text(TINY)
     (path / "space.yaml").write_text(SPACE)

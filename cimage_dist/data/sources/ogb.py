@@ -1,4 +1,6 @@
-"""ogbn-arxiv, ogbn-products and ogbn-papers100M from OGB's raw files, read directly and streamed."""
+"""ogbn-arxiv, ogbn-products and ogbn-papers100M from OGB's raw files, read directly and
+streamed.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ _CPU_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether a backend serves tensors of this device and type: numba on the CPU, Triton on a GPU."""
+    """Whether a backend serves tensors of this device and type: numba on the CPU, Triton on a
+    GPU.
+    """
     if x.device.type == "cpu":
         return x.dtype in _CPU_TYPES
     if x.device.type != "cuda":

@@ -152,7 +152,9 @@ def _coefficients(
 def _centre_grad_blocks(
     pb: Any, v: int, t: int, grads: Any, centres: Any, sums: Any, parts: int, part: int
 ) -> None:
-    """Σ β_t·l[u] over each block of a part; the weights get their gradient where the neighbours do."""
+    """Σ β_t·l[u] over each block of a part; the weights get their gradient where the neighbours
+    do.
+    """
     size, width, begin, end = (
         pb.blocks * pb.channels * LANES,
         pb.blocks * LANES,
@@ -218,7 +220,9 @@ def _scatter(
     slices: int,
     part: int,
 ) -> None:
-    """Add the messages begin .. end, one after another, to a slice of their neighbours' gradients."""
+    """Add the messages begin .. end, one after another, to a slice of their neighbours'
+    gradients.
+    """
     grads, centres, coef, grad_l = (
         pointer(grads_array),
         pointer(centres_array),

@@ -122,7 +122,9 @@ def add_rows(
     channels: int,
     blocks: int,
 ) -> None:
-    """out[k] += Σ_e scale[e, k]·rows[ids[e], k] over the messages begin <= e < end, in their order."""
+    """out[k] += Σ_e scale[e, k]·rows[ids[e], k] over the messages begin <= e < end, in their
+    order.
+    """
     size, span = blocks * channels * LANES, channels * LANES
     zero = spread(out, 0)
     for e in range(begin, end, 4):

@@ -1,0 +1,95 @@
+"""What the driver does while workers train: progress from their metrics, signals to them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from ray.train.torch import TorchTrainer
+
+from cimage_dist.io.artifacts import RunDir, write_text
+from cimage_dist.reporting.terminal import read_metrics
+from cimage_dist.train.loop import SHOWN
+from cimage_dist.train.progress import Progress
+
+
+def stop_file(run: RunDir) -> Path:
+    return run.root / "STOP"
+
+
+class Follower(threading.Thread):
+    """Shows on the driver what rank 0 writes to metrics.jsonl."""
+
+    def __init__(self, run: RunDir, progress: Progress) -> None:
+        super().__init__(daemon=True)
+        self.files, self.progress = run, progress
+        self.is_done = threading.Event()
+
+    def run(self) -> None:
+        seen = len(read_metrics(self.files.metrics))
+        is_last = False
+        while not is_last:
+            is_last = self.is_done.wait(0.5)
+            records = read_metrics(self.files.metrics)
+            for record in records[seen:]:
+                if record["kind"] == "encoder":
+                    self.progress.note(f"encoder: {record['described']}")
+                elif record["kind"] == "train":
+                    self.progress.update(
+                        record["step"],
+                        record["total_steps"],
+                        {name: record[name] for name in SHOWN if name in record},
+                    )
+            seen = len(records)
+        self.progress.close()
+
+
+@contextlib.contextmanager
+def _signals_to(run: RunDir) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the workers to save and stop; a second SIGINT does not
+    wait.
+    """
+    file = stop_file(run)
+    file.unlink(missing_ok=True)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if file.exists() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        write_text(file, str(number))
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        file.unlink(missing_ok=True)
+
+
+def _in_a_thread(trainer: TorchTrainer) -> dict[str, Any]:
+    """What rank 0 returned. In the main thread Ray would take SIGINT for itself and kill the
+    workers without a checkpoint.
+    """
+    found: list[Any] = []
+
+    def fit() -> None:
+        try:
+            found.append(cast(Any, trainer.fit()).return_value)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return cast(dict[str, Any], found[0])
