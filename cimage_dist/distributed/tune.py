@@ -1,7 +1,10 @@
-"""Ray Tune around a sweep: it places trials on the cluster, reuses their processes and decides whom to stop.
+"""Ray Tune around a sweep: it places trials on the cluster, reuses their processes and decides whom
+to stop.
 
-What to try and what has been tried is ours, on disk (cimage_dist.tune). Tune's own record is written every few seconds and at its end, so a
-killed driver loses what ended since and its restored searchers and schedulers forget it; here a new Tune run is shown all that came before.
+What to try and what has been tried is ours, on disk (cimage_dist.tune). Tune's own record is
+written every few seconds and at its end, so a
+killed driver loses what ended since and its restored searchers and schedulers forget it; here a new
+Tune run is shown all that came before.
 """
 
 from __future__ import annotations
@@ -27,16 +30,15 @@ from cimage_dist.distributed.session import start_ray
 from cimage_dist.distributed.train import absolute
 from cimage_dist.distributed.tune_trial import TrialProcess
 from cimage_dist.errors import Interrupted
-from cimage_dist.tune.checks import Plan
-from cimage_dist.tune.finish import finish, write_pages
-from cimage_dist.tune.ledger import Ledger, Outcome, Trial, locked, read_records
+from cimage_dist.tune.ledger import Ledger, Outcome, Trial, epochs_of, locked, read_records, reports
 from cimage_dist.tune.live import Board
-from cimage_dist.tune.prepare import prepare
-from cimage_dist.tune.spec import Sweep
-from cimage_dist.tune.trial import epochs_of, reports
+from cimage_dist.tune.plan import Plan
+from cimage_dist.tune.results import finish, write_pages
+from cimage_dist.tune.spec import Sweep, prepare
 
 _PAGE_EVERY_S = 10.0
-# Tune neither logs, nor prints, nor saves on its own, nor moves into other directories: run directories hold it all.
+# Tune neither logs, nor prints, nor saves on its own, nor moves into other directories: run
+# directories hold it all.
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
@@ -48,7 +50,10 @@ _QUIET = {
 
 
 class Steward:
-    """What Tune's searcher, scheduler and callback share: the plan, the ledger, the board and the clock."""
+    """What Tune's searcher, scheduler and callback share.
+
+    The plan, the ledger, the board and the clock.
+    """
 
     def __init__(self, sweep: Sweep, ledger: Ledger, board: Board) -> None:
         self.sweep, self.ledger, self.board = sweep, ledger, board
@@ -86,9 +91,15 @@ class PlanSearcher(Searcher):
             return None
         self.steward.names[trial_id] = found.id
         is_parallel = self.steward.sweep.base.resources.num_workers > 1
-        return {"root": str(self.steward.ledger.root), "trial": found.id, "is_parallel": is_parallel}
+        return {
+            "root": str(self.steward.ledger.root),
+            "trial": found.id,
+            "is_parallel": is_parallel,
+        }
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
         return None
 
     def save(self, checkpoint_path: str) -> None:
@@ -106,7 +117,10 @@ class Past:
 
 
 class Judge(FIFOScheduler):
-    """One of Tune's stopping rules, shown first what earlier commands saw; trials on fresh seeds are never stopped."""
+    """One of Tune's stopping rules, shown first what earlier commands saw.
+
+    Trials on fresh seeds are never stopped.
+    """
 
     def __init__(self, steward: Steward, rule: Any) -> None:
         super().__init__()
@@ -118,10 +132,15 @@ class Judge(FIFOScheduler):
                 self._show(Past(trial.id), trial, is_over=True)
 
     def _show(self, seen: Any, trial: Trial, is_over: bool = False) -> None:
-        """Earlier reports of a trial; what the rule answers was heeded, or is asked again at the next report."""
+        """Earlier reports of a trial.
+
+        What the rule answers was heeded, or is asked again at the next report.
+        """
         self.rule.on_trial_add(None, seen)
         base = self.steward.sweep.base
-        records = reports(self.steward.ledger.folder(trial.id), epochs_of(base, trial), base.train.select)
+        records = reports(
+            self.steward.ledger.folder(trial.id), epochs_of(base, trial), base.train.select
+        )
         for record in records:
             self.rule.on_trial_result(None, seen, record)
         if is_over and records:
@@ -137,14 +156,34 @@ class Judge(FIFOScheduler):
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         own = self._of(trial)
-        if own.stage != "search" or "score" not in result or result["epoch"] >= epochs_of(self.steward.sweep.base, own):
+        if (
+            own.stage != "search"
+            or "score" not in result
+            or result["epoch"] >= epochs_of(self.steward.sweep.base, own)
+        ):
             return TrialScheduler.CONTINUE
         decision: str = self.rule.on_trial_result(tune_controller, trial, result)
         if decision == TrialScheduler.STOP:
-            reason = f"stopped by {self.steward.sweep.settings.scheduler} after {result['epoch']:g} epochs"
+            scheduler = self.steward.sweep.settings.scheduler
+            reason = f"stopped by {scheduler} after {result['epoch']:g} epochs"
             ledger = self.steward.ledger
-            spent = sum(record.get("seconds", 0.0) for record in read_records(ledger.folder(own.id)) if record["kind"] == "train")
-            ledger.finish(own.id, Outcome("stopped", result["score"], result["epoch"], result["step"], round(spent, 3), ended=time.time(), reason=reason))
+            spent = sum(
+                record.get("seconds", 0.0)
+                for record in read_records(ledger.folder(own.id))
+                if record["kind"] == "train"
+            )
+            ledger.finish(
+                own.id,
+                Outcome(
+                    "stopped",
+                    result["score"],
+                    result["epoch"],
+                    result["step"],
+                    round(spent, 3),
+                    ended=time.time(),
+                    reason=reason,
+                ),
+            )
         return decision
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
@@ -156,13 +195,22 @@ def make_rule(sweep: Sweep) -> Any:
     """ASHA or median stopping over epochs, or None."""
     settings, epochs = sweep.settings, sweep.base.train.epochs
     grace = max(1, round(settings.grace * epochs))
-    common: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max", "grace_period": grace}
+    common: dict[str, Any] = {
+        "time_attr": "epoch",
+        "metric": "score",
+        "mode": "max",
+        "grace_period": grace,
+    }
     if settings.scheduler == "asha":
         # Beyond the last epoch, where there is nothing to stop.
-        return ASHAScheduler(max_t=max(epochs, grace) + 1, reduction_factor=settings.reduction, **common)
+        return ASHAScheduler(
+            max_t=max(epochs, grace) + 1, reduction_factor=settings.reduction, **common
+        )
     if settings.scheduler == "median":
-        # An endless time slice: by default the rule would pause trials, whose threads cannot be moved.
-        return MedianStoppingRule(min_samples_required=3, min_time_slice=float("inf"), **common)  # type: ignore[arg-type]
+        # An endless time slice: by default the rule would pause trials, whose threads cannot be
+        # moved.
+        endless: Any = float("inf")
+        return MedianStoppingRule(min_samples_required=3, min_time_slice=endless, **common)
     return None
 
 
@@ -175,7 +223,9 @@ class Reporter(tune.Callback):
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.steward.board.started(self.steward.ledger.trials[self.steward.names[trial.trial_id]])
 
-    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
         self.steward.board.reported(self.steward.names[trial.trial_id], result)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -183,27 +233,44 @@ class Reporter(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         name = self.steward.names[trial.trial_id]
-        lines = Path(trial.error_file).read_text().strip().splitlines() if trial.error_file and Path(trial.error_file).is_file() else []
-        reason = f"the trial's process died: {lines[-1].strip()[:300]}" if lines else "the trial's process died"
+        lines = (
+            Path(trial.error_file).read_text().strip().splitlines()
+            if trial.error_file and Path(trial.error_file).is_file()
+            else []
+        )
+        reason = (
+            f"the trial's process died: {lines[-1].strip()[:300]}"
+            if lines
+            else "the trial's process died"
+        )
         self.steward.ledger.finish(name, Outcome("failed", ended=time.time(), reason=reason))
         self.steward.ended(name)
 
 
 def sweep_on_ray(sweep: Sweep, cfg: Config, root: Path, quiet: bool = False) -> dict[str, Any]:
-    """Run a sweep into `root`, or go on with it; `cfg` is the given config with its paths on storage. Returns the summary."""
+    """Run a sweep into `root`, or continue it.
+
+    `cfg` is the given config with its paths on storage. Returns the summary.
+    """
     with locked(root):
         ledger = Ledger(root.resolve())
         with Board(sweep, ledger, quiet) as board:
             prepare(sweep, absolute(cfg), ledger, board.note)
             steward = Steward(sweep, ledger, board)
             if _has_work(steward):
-                board.note(f"sweep {sweep.name} in {root}: {len(ledger.outcomes)} trials over, {len(ledger.unfinished('search'))} to go on with")
+                board.note(
+                    f"sweep {sweep.name} in {root}: {len(ledger.outcomes)} trials over, "
+                    f"{len(ledger.unfinished('search'))} to continue"
+                )
                 _run(steward, absolute(cfg))
         return finish(sweep, ledger, board.note)
 
 
 def _has_work(steward: Steward) -> bool:
-    """Whether the plan has another trial; asking makes it, which is what the run does next anyway."""
+    """Whether the plan has another trial.
+
+    Asking makes it, which is what the run does next anyway.
+    """
     found = steward.plan.next(steward.elapsed)
     steward.plan.running.clear()
     return found is not None
@@ -214,7 +281,8 @@ def _run(steward: Steward, cfg: Config) -> None:
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     start_ray(cfg)
     rule, most = make_rule(steward.sweep), _concurrent(steward.sweep, cfg)
-    # All processes start at once, and a point is asked for when there is room for it: the search then knows all that ended.
+    # All processes start at once, and a point is asked for when there is room for it: the search
+    # then knows all that ended.
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(most)
     storage = steward.ledger.root / ".tune"
     tuner = tune.Tuner(
@@ -223,14 +291,17 @@ def _run(steward: Steward, cfg: Config) -> None:
             num_samples=-1,
             search_alg=PlanSearcher(steward),
             scheduler=FIFOScheduler() if rule is None else Judge(steward, rule),
-            reuse_actors=cfg.resources.num_workers == 1,  # a Train run costs more than a new process, and leaves its traces in one
+            reuse_actors=cfg.resources.num_workers
+            == 1,  # a Train run costs more than a new process, and leaves its traces in one
             max_concurrent_trials=most,
         ),
         run_config=tune.RunConfig(
             name=uuid.uuid4().hex[:8],
             storage_path=str(storage),
             callbacks=[Reporter(steward)],
-            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),  # runs have their own
+            checkpoint_config=tune.CheckpointConfig(
+                checkpoint_frequency=0, checkpoint_at_end=False
+            ),  # runs have their own
             verbose=0,
         ),
     )
@@ -246,12 +317,16 @@ def _run(steward: Steward, cfg: Config) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end Tune in good order (by the signal it listens to), so that running trials save; which one came is told."""
+    """Ctrl-C and SIGTERM end Tune in good order (by the signal it listens to), so that running
+    trials save; which one came is returned."""
     caught: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
-        if (caught and number == signal.SIGINT) or signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait; nor does one that comes before Tune listens
+        if (caught and number == signal.SIGINT) or signal.getsignal(
+            signal.SIGUSR1
+        ) == signal.SIG_DFL:
+            # a second Ctrl-C does not wait; nor does one that comes before Tune listens
+            raise KeyboardInterrupt
         caught.append(number)
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -271,7 +346,11 @@ def _gpus(sweep: Sweep, cfg: Config) -> float:
 
 
 def _resources(sweep: Sweep, cfg: Config) -> Any:
-    """Of a trial's process. One that starts a Train run only waits: a CPU for it would be taken from the workers, and none at all is refused."""
+    """Of a trial's process.
+
+    One that starts a Train run only waits: a CPU for it would be taken from the workers, and none
+    at all is refused.
+    """
     if cfg.resources.num_workers > 1:
         return tune.PlacementGroupFactory([{"memory": 2**20}])
     return {"cpu": cfg.resources.cpus_per_worker, "gpu": _gpus(sweep, cfg)}

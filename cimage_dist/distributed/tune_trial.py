@@ -1,4 +1,8 @@
-"""One trial inside its Ray process: the ordinary training loop with a sink that reports validation scores and waits for leave to go on."""
+"""One trial inside its Ray process.
+
+The ordinary training loop with a sink that reports validation scores and waits for leave to
+continue.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +29,27 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.views import view_scores
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
-from cimage_dist.tune.handover import hand_over
-from cimage_dist.tune.ledger import Outcome, Trial, val_records, write_outcome
-from cimage_dist.tune.trial import objective, reports, trial_config
-from cimage_dist.tune.views import view_scores
+from cimage_dist.tune.ledger import (
+    Outcome,
+    Trial,
+    objective,
+    reports,
+    trial_config,
+    val_records,
+    write_outcome,
+)
+from cimage_dist.tune.plan import hand_over
 
 _LOCK_PATIENCE_S = 120.0  # the processes of a killed sweep may need a moment to die
 _POLL_S = 0.5
 
 
 class TuneSink(LocalSink):
-    """A run directory whose validation scores go to `exchange`; training goes on when the sweep asks for the next one.
+    """A run directory whose validation scores go to `exchange`; training continues when the sweep
+    asks for the next one.
 
     So no trial runs ahead of a decision; one that is stopped takes a last step and saves.
     """
@@ -55,7 +67,9 @@ class TuneSink(LocalSink):
         self.loop_began = time.perf_counter()
         return found
 
-    def tick(self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain") -> None:
+    def tick(
+        self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
+    ) -> None:
         self.total = total
 
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
@@ -65,7 +79,13 @@ class TuneSink(LocalSink):
         if not math.isfinite(metrics["score"]):
             raise UserError(f"The validation score at step {step} is not finite.")
         self.scores.append(metrics["score"])
-        self.exchange.report({"score": objective(self.scores, self.select), "epoch": self.epochs * step / self.total, "step": step})
+        self.exchange.report(
+            {
+                "score": objective(self.scores, self.select),
+                "epoch": self.epochs * step / self.total,
+                "step": step,
+            }
+        )
 
     def stop_signal(self) -> int:
         return signal.SIGTERM if self.exchange.is_stopped else 0
@@ -80,7 +100,10 @@ class Exchange:
         self.is_stopped = False
 
     def report(self, values: dict[str, Any]) -> None:
-        """From the training thread: hand a result over and wait until the next one is asked for, or the trial is stopped."""
+        """From the training thread.
+
+        Hand a result over and wait until the next one is asked for, or the trial is stopped.
+        """
         self._reports.put(values)
         if not self.is_stopped:
             self._leave.acquire()
@@ -101,7 +124,10 @@ class Exchange:
 
 
 class TrialProcess(tune.Trainable):
-    """Runs trials one after the other; the process, its imports and its compiled loops serve them all."""
+    """Runs trials one after the other.
+
+    The process, its imports and its compiled loops serve them all.
+    """
 
     _count = 0
 
@@ -129,7 +155,9 @@ class TrialProcess(tune.Trainable):
         """A trial that is not over saves a checkpoint first."""
         self.exchange.stop()
         while self.thread.is_alive():
-            if self.is_parallel:  # its workers look for this file; a run that is just starting removes it once
+            if (
+                self.is_parallel
+            ):  # its workers look for this file; a run that is just starting removes it once
                 artifacts.write_text(stop_file(self.run_files), str(int(signal.SIGTERM)))
             self.thread.join(1.0)
 
@@ -142,41 +170,71 @@ class Job(NamedTuple):
 
 
 def _run(job: Job, exchange: Exchange) -> None:
-    """The training thread: run the trial and write its outcome, whatever happens inside. A stopped one is recorded by the sweep."""
+    """The training thread: run the trial and write its outcome, whatever happens inside.
+
+    A stopped one is recorded by the sweep.
+    """
     folder = job.root / "trials" / job.trial
     try:
         outcome = _train(job, exchange)
     except Interrupted:
         return
-    except Exception as error:  # the sweep goes on; the reason is kept
+    except Exception as error:  # the sweep continues; the reason is kept
         artifacts.write_text(folder / "failure.txt", traceback.format_exc())
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error} (failure.txt has the traceback)"
+        reason = (
+            str(error)
+            if isinstance(error, UserError)
+            else f"{type(error).__name__}: {error} (failure.txt has the traceback)"
+        )
         outcome = Outcome("failed", reason=reason)
     if exchange.is_stopped:
         return
     process = f"{socket.gethostname()}:{os.getpid()}"
-    outcome = dataclasses.replace(outcome, began=job.began, ended=time.time(), process=process, is_first=job.is_first)
+    outcome = dataclasses.replace(
+        outcome, began=job.began, ended=time.time(), process=process, is_first=job.is_first
+    )
     write_outcome(folder, outcome)
-    scored = {} if outcome.score is None else {"score": outcome.score, "epoch": outcome.epochs, "step": outcome.steps}
+    scored = (
+        {}
+        if outcome.score is None
+        else {"score": outcome.score, "epoch": outcome.epochs, "step": outcome.steps}
+    )
     exchange.tell(scored | {"done": True})
 
 
 def _train(job: Job, exchange: Exchange) -> Outcome:
-    trial = Trial(**artifacts.read_json(job.root / "trials" / job.trial / "trial.json", "the trial's record"))
+    trial = Trial(
+        **artifacts.read_json(job.root / "trials" / job.trial / "trial.json", "the trial's record")
+    )
     cfg = trial_config(job.root, trial)
     run = RunDir(run_dir(cfg))
     if trial.parent is not None:
         hand_over(job.root / "trials" / trial.parent, run.root, cfg.optim)
     graph = _graph(cfg)
-    seconds = _train_parallel(cfg, run, exchange) if cfg.resources.num_workers > 1 else _train_here(cfg, graph, exchange)
+    seconds = (
+        _train_parallel(cfg, run, exchange)
+        if cfg.resources.num_workers > 1
+        else _train_here(cfg, graph, exchange)
+    )
     scores = [record["score"] for record in val_records(run.root)]
     steps = int(artifacts.read_json(run.summary, "the run's summary")["steps"])
     views = view_scores(cfg, graph) if _wants_views(job.root) else None
-    return Outcome("done", objective(scores, cfg.train.select), cfg.train.epochs, steps, round(seconds, 3), views=views)
+    return Outcome(
+        "done",
+        objective(scores, cfg.train.select),
+        cfg.train.epochs,
+        steps,
+        round(seconds, 3),
+        views=views,
+    )
 
 
 def _train_here(cfg: Config, graph: Graph, exchange: Exchange) -> float:
-    """The loop in this process; returns its seconds. A stopped run is summarised too, so that it can be reported on, before Interrupted goes on."""
+    """The loop in this process.
+
+    Returns its seconds. A stopped run is summarised too, so that it can be reported on, before
+    Interrupted is raised again.
+    """
     stop: Interrupted | None = None
     with stages.summarised(cfg, graph) as outcome:
         sink = TuneSink(outcome.run, cfg, exchange)
@@ -194,14 +252,16 @@ def _train_here(cfg: Config, graph: Graph, exchange: Exchange) -> float:
 
 
 def _wants_views(root: Path) -> bool:
-    return bool(artifacts.read_json(root / "sweep.json", "the sweep's settings")["settings"]["views"])
+    return bool(
+        artifacts.read_json(root / "sweep.json", "the sweep's settings")["settings"]["views"]
+    )
 
 
 _kept: list[tuple[str, Graph]] = []
 
 
 def _graph(cfg: Config) -> Graph:
-    """The graph of the trial before where it is the same: opening checks its files' sums anew."""
+    """The graph of the trial before where it is the same: opening checks its files' sums again."""
     name = str(cfg.data)
     if not _kept or _kept[0][0] != name:
         _kept[:] = [(name, open_graph(cfg.data))]
@@ -209,7 +269,10 @@ def _graph(cfg: Config) -> Graph:
 
 
 def _train_parallel(cfg: Config, run: RunDir, exchange: Exchange) -> float:
-    """A Ray Train run of several workers; its validation scores are read from the run directory. Returns its seconds."""
+    """A Ray Train run of several workers.
+
+    Its validation scores are read from the run directory. Returns its seconds.
+    """
     is_over = threading.Event()
 
     def follow() -> None:

@@ -1,7 +1,9 @@
-"""The sweep's record on disk: each trial is a run directory with trial.json (what was asked) and, once over, outcome.json (what came of it).
+"""The sweep's record on disk, and its trials as ordinary runs.
 
-Both are written whole or not at all, the first before the trial starts and the second when it is over, so that killing everything at any
-moment leaves: finished trials, and trials to go on with. Nothing else holds state: what to try next follows from these files.
+Each trial is a run directory with trial.json (what was asked) and, once over, outcome.json (what
+came of it). Both are written whole or not at all, the first before the trial starts and the second
+when it is over, so that killing everything at any moment leaves finished trials and trials to
+continue. Nothing else holds state: what to try next follows from these files.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ import dataclasses
 import fcntl
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
-from cimage_dist.tune.space import Point
+from cimage_dist.tune.space import Point, dotlist
 
 Stage = Literal["search", "fresh"]
 
@@ -39,7 +43,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. `score` is the validation score of the checkpoint that would be embedded, in percent."""
+    """How a trial ended. `score` is the validation score of the checkpoint that would be embedded,
+    in percent."""
 
     status: Literal["done", "stopped", "failed"]
     score: float | None = None
@@ -81,7 +86,10 @@ class Ledger:
         return found
 
     def finish(self, trial: str, outcome: Outcome) -> None:
-        """For what the process cannot know: that it is stopped, or that it died. What it has written itself stays."""
+        """For what the process cannot know.
+
+        That it is stopped, or that it died. What it has written itself stays.
+        """
         if self.reread(trial) is None:
             write_outcome(self.folder(trial), outcome)
             self.outcomes[trial] = outcome
@@ -100,7 +108,11 @@ class Ledger:
     def clock(self) -> float:
         """Seconds the sweep has been at work, over all its commands."""
         path = self.root / "clock.json"
-        return float(artifacts.read_json(path, "the sweep's clock")["seconds"]) if path.is_file() else 0.0
+        return (
+            float(artifacts.read_json(path, "the sweep's clock")["seconds"])
+            if path.is_file()
+            else 0.0
+        )
 
     def set_clock(self, seconds: float) -> None:
         artifacts.write_json(self.root / "clock.json", {"seconds": round(seconds, 1)})
@@ -127,7 +139,10 @@ class Standing:
 
 
 def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
-    """Every point of a stage, best first: whole ones by mean score, then stopped, failed and running ones."""
+    """Every point of a stage, best first.
+
+    Whole ones by mean score, then stopped, failed and running ones.
+    """
     groups: dict[int, list[Trial]] = {}
     for trial in ledger.of(stage):
         groups.setdefault(trial.point, []).append(trial)
@@ -137,11 +152,28 @@ def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
         trials = [t for t in trials if t.generation == newest]
         found = [ledger.outcomes.get(t.id) for t in trials]
         states = {o.status if o else "running" for o in found}
-        status: Any = next(name for name in ("running", "failed", "stopped", "done") if name in states)
+        status: Any = next(
+            name for name in ("running", "failed", "stopped", "done") if name in states
+        )
         scores = tuple(o.score for o in found if o and o.score is not None)
-        rows.append(Standing(point, trials[0].values, status, scores, min((o.epochs for o in found if o), default=0.0)))
+        rows.append(
+            Standing(
+                point,
+                trials[0].values,
+                status,
+                scores,
+                min((o.epochs for o in found if o), default=0.0),
+            )
+        )
     order = {"done": 0, "stopped": 1, "failed": 2, "running": 3}
-    return sorted(rows, key=lambda row: (order[row.status], -(row.mean if row.mean is not None else -1e9), row.point))
+    return sorted(
+        rows,
+        key=lambda row: (
+            order[row.status],
+            -(row.mean if row.mean is not None else -1e9),
+            row.point,
+        ),
+    )
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -171,11 +203,60 @@ def val_records(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """One command at a time works on a sweep directory; the system releases the lock when the process dies."""
+    """One command at a time works on a sweep directory.
+
+    The system releases the lock when the process dies.
+    """
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"Another command is running the sweep in {root}. Wait for it, or choose another sweep.dir.") from None
+            raise UserError(
+                f"Another command is running the sweep in {root}. Wait for it, or choose another "
+                "sweep.dir."
+            ) from None
         yield
+
+
+def trial_config(root: Path, trial: Trial) -> Config:
+    """The sweep's base config with the trial's values, seed and directory.
+
+    A trial that is a part of a run follows the learning rate of the whole run.
+    """
+    folder = (root / "trials" / trial.id).resolve()
+    own: dict[str, Any] = {"run.seed": trial.seed, "run.dir": str(folder)}
+    if trial.epochs is not None:
+        base = load_config(root / "base.yaml")
+        own["train.epochs"] = trial.epochs
+        own["optim.schedule_epochs"] = base.optim.schedule_epochs or base.train.epochs
+    return load_config(root / "base.yaml", overrides=dotlist(trial.values | own))
+
+
+def objective(scores: Sequence[float], select: str) -> float:
+    """The validation score of the checkpoint that would be embedded.
+
+    The best with train.select=val, else the last.
+    """
+    return max(scores) if select == "val" else scores[-1]
+
+
+def epochs_of(base: Config, trial: Trial) -> int:
+    """How long a trial trains, without loading its config."""
+    return int(trial.epochs or trial.values.get("train.epochs", base.train.epochs))
+
+
+def reports(folder: Path, epochs: int, select: str) -> list[dict[str, Any]]:
+    """What a run has reported so far: the objective and the epoch at every validation."""
+    records = read_records(folder)
+    totals = [record["total_steps"] for record in records if record["kind"] == "train"]
+    scored = [record for record in records if record["kind"] == "val"] if totals else []
+    scores = [record["score"] for record in scored]
+    return [
+        {
+            "score": objective(scores[: i + 1], select),
+            "epoch": epochs * record["step"] / totals[-1],
+            "step": record["step"],
+        }
+        for i, record in enumerate(scored)
+    ]

@@ -1,4 +1,4 @@
-"""Search spaces over config keys: a list of choices, or a range. Every value is checked by the config itself before the first trial."""
+"""Search spaces over config keys: lists of choices, or ranges, checked by the config itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from cimage_dist.errors import UserError
 
 Point = dict[str, Any]
 
-# Keys that decide on which data a score is computed, or where a run lies: trials that differ here cannot be compared.
+# Keys that decide on which data a score is computed, or where a run is stored: trials that differ
+# here
+# cannot be compared.
 _NOT_SEARCHED = ("run.", "resources.")
 _VALIDATION = {"train.validate_every", "train.validate_by", "train.select"} | {
     f"data.{name}"
@@ -34,6 +36,24 @@ _VALIDATION = {"train.validate_every", "train.validate_by", "train.select"} | {
         "link_test_ratio",
     )
 }
+# Settings that may change while the weights stay.
+_CHANGEABLE = (
+    "optim.lr_max",
+    "optim.lr_min",
+    "optim.weight_decay",
+    "optim.clip_norm",
+    "loss.",
+    "mask.",
+    "ci.",
+    "model.dropout",
+    "model.structure_dropout",
+    "model.factor_dropout",
+    "model.num_layers",
+    "model.routing_iterations",
+    "model.routing_temperature",
+    "cluster.growth",
+    "sampler.hide_rate",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ class Choice:
         return self.values
 
     def position(self, value: Any) -> float | None:
-        """Where a value lies in [0, 1]; None outside the space."""
+        """The place of a value in [0, 1]; None outside the space."""
         if value not in self.values:
             return None
         return self.values.index(value) / max(1, len(self.values) - 1)
@@ -119,10 +139,14 @@ def value_of(cfg: Config, key: str) -> Any:
 
 
 def parse_space(entries: Any, base: Config, load: Load) -> Space:
-    """A checked space from the `space:` mapping of a sweep file; `load` reads the base config with further overrides."""
+    """A checked space from the `space:` mapping of a sweep file.
+
+    `load` reads the base config with further overrides.
+    """
     if not isinstance(entries, dict) or not entries:
         raise UserError(
-            "space: must map config keys to choices or ranges, e.g. `model.dropout: {low: 0.2, high: 0.8}`; it is empty."
+            "space: must map config keys to choices or ranges, e.g. `model.dropout: "
+            "{low: 0.2, high: 0.8}`; it is empty."
         )
     space = [_dimension(str(key), entry, base, load) for key, entry in entries.items()]
     found = _check_values(space, load)
@@ -138,7 +162,10 @@ def parse_space(entries: Any, base: Config, load: Load) -> Space:
 
 
 def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
-    """A config, or a section of one, with other values, which are of its types; every rule is checked."""
+    """A config, or a section of one, with other values, which are of its types.
+
+    Every rule is checked.
+    """
     own = {key: value for key, value in values.items() if "." not in key}
     for name in {key.partition(".")[0] for key in values if "." in key}:
         inner = {
@@ -148,11 +175,18 @@ def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(cfg, **own)
 
 
+def checked_config(base: Config, point: Point) -> Config:
+    cfg: Config = with_values(base, point)
+    if mismatch := cfg.fanout_mismatch():
+        raise UserError(mismatch)
+    return cfg
+
+
 def check_points(points: Sequence[Point], base: Config) -> None:
     """Every point must be a config: keys that are valid alone may not be together."""
     for point in points:
         try:
-            with_values(base, point)
+            checked_config(base, point)
         except UserError as error:
             shown = ", ".join(f"{key}={value!r}" for key, value in point.items())
             raise UserError(
@@ -162,7 +196,10 @@ def check_points(points: Sequence[Point], base: Config) -> None:
 
 
 def _check_values(space: Sequence[Dimension], load: Load) -> dict[str, list[Any]]:
-    """Every choice and every bound as the config holds it. Several keys are tried at once; where that fails, each alone tells which is at fault."""
+    """Every choice and every bound as the config holds it.
+
+    Several keys are tried at once; where that fails, each is tried alone to find the wrong one.
+    """
     found: dict[str, list[Any]] = {d.key: [] for d in space}
     for i in range(max(len(d.corners()) for d in space)):
         column = {d.key: d.corners()[i] for d in space if i < len(d.corners())}
@@ -182,7 +219,8 @@ def _dimension(key: str, entry: Any, base: Config, load: Load) -> Dimension:
         raise UserError(f"space: {key} is a section, not a key.")
     if key.startswith(_NOT_SEARCHED) or key in _VALIDATION:
         raise UserError(
-            f"space: {key} cannot be searched: trials that differ in it have scores that do not compare, or lie elsewhere. Fix it in the config."
+            f"space: {key} cannot be searched: trials that differ in it have scores that do not "
+            "compare, or lie elsewhere. Fix it in the config."
         )
     if isinstance(entry, list):
         if not entry:
@@ -191,7 +229,8 @@ def _dimension(key: str, entry: Any, base: Config, load: Load) -> Dimension:
     if isinstance(entry, dict):
         return _range(key, entry, base)
     raise UserError(
-        f"space: {key} must be a list of choices or a range {{low: ..., high: ...}}; got {entry!r}. To fix a value put it under `fixed:`."
+        f"space: {key} must be a list of choices or a range {{low: ..., high: ...}}; got "
+        f"{entry!r}. To fix a value put it under `fixed:`."
     )
 
 
@@ -210,7 +249,8 @@ def _range(key: str, entry: dict[Any, Any], base: Config) -> Range:
     for name, bound in (("low", low), ("high", high)):
         if type(bound) not in (int, float) or not math.isfinite(bound):
             raise UserError(
-                f"space: {key}.{name} must be a number; got {bound!r}. For words give a list of choices."
+                f"space: {key}.{name} must be a number; got {bound!r}. For words give a list of "
+                "choices."
             )
     kind = next(str(item.type) for known, item, _ in known_keys() if known == key)
     if not ("int" in kind or "float" in kind) or "list" in kind:
@@ -237,7 +277,8 @@ def _around(key: str, entry: dict[Any, Any], base: Config) -> Range:
         )
     if type(centre) not in (int, float) or centre <= 0:
         raise UserError(
-            f"space: {key} is {centre!r} in the given config, and `around` needs a number above 0. Give low and high."
+            f"space: {key} is {centre!r} in the given config, and `around` needs a number above "
+            "0. Give low and high."
         )
     if type(centre) is int:
         return Range(key, max(1, round(centre / factor)), round(centre * factor), True, True)
@@ -245,7 +286,11 @@ def _around(key: str, entry: dict[Any, Any], base: Config) -> Range:
 
 
 def _checked(key: str, value: Any, others: Sequence[Dimension], load: Load) -> Any:
-    """The value as the config holds it. It must be accepted with the given config, or with the other keys at one end of what is searched."""
+    """The value as the config holds it.
+
+    It must be accepted with the given config, or with the other keys at one end of what is
+    searched.
+    """
     mates: list[Point] = [
         {},
         {d.key: d.corners()[0] for d in others},
@@ -258,3 +303,18 @@ def _checked(key: str, value: Any, others: Sequence[Dimension], load: Load) -> A
         except UserError as error:
             complaint = complaint or error
     raise UserError(f"space: {key} = {value!r} is no valid setting: {complaint}")
+
+
+def check_population(space: Space) -> None:
+    for d in space:
+        if not d.key.startswith(_CHANGEABLE):
+            raise UserError(
+                f"space: {d.key} changes the model's shape or its data, so population-based "
+                "training cannot hand weights over. Search it by asha."
+            )
+        decoder = {"loss.factor_weight": "factor", "loss.structure_weight": "edge"}.get(d.key)
+        if decoder and 0 in d.corners():
+            raise UserError(
+                f"space: {d.key} reaches 0, where there is no {decoder} decoder to hand over. Let "
+                "it start above 0 with scheduler: pbt."
+            )

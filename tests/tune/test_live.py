@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from cimage_dist.tune.checks import Plan
 from cimage_dist.tune.ledger import Ledger, Trial
 from cimage_dist.tune.live import Board, print_summary
+from cimage_dist.tune.plan import Plan
 from cimage_dist.tune.results import summary
 
 from .conftest import MakeSweep, end, write_base

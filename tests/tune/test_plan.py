@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cimage_dist.errors import UserError
-from cimage_dist.tune.checks import Plan, winner
 from cimage_dist.tune.ledger import Ledger, Trial, locked, standings
+from cimage_dist.tune.plan import Plan, winner
 from cimage_dist.tune.search import suggest
 from cimage_dist.tune.spec import Sweep
 

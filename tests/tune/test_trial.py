@@ -13,11 +13,9 @@ from cimage_dist.config_loading import to_yaml
 from cimage_dist.distributed.tune_trial import TrialProcess
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
-from cimage_dist.tune.checks import Plan
-from cimage_dist.tune.ledger import Ledger, Trial, read_outcome, standings
-from cimage_dist.tune.prepare import prepare
-from cimage_dist.tune.spec import Sweep, load_sweep
-from cimage_dist.tune.trial import trial_config
+from cimage_dist.tune.ledger import Ledger, Trial, read_outcome, standings, trial_config
+from cimage_dist.tune.plan import Plan
+from cimage_dist.tune.spec import Sweep, load_sweep, prepare
 from tests.conftest import small_sbm_settings
 
 TRAINING = ["model.num_factors=3", "model.factor_dim=4", "model.num_layers=2", "model.routing_iterations=2", "train.epochs=12", "train.validate_every=3"]
