@@ -15,8 +15,8 @@ from cimage_dist.data.store import Graph
 from cimage_dist.io import artifacts, environment
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import evaluate_run
+from cimage_dist.pipeline.views import view_scores
 from cimage_dist.train.progress import Progress
-from cimage_dist.tune.views import view_scores
 from experiments.low_labels import low_label_scores
 from experiments.spec import RULER, Cell
 

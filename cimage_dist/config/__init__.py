@@ -105,22 +105,25 @@ class Config:
             f"must be below model.num_factors ({factors}), or no factor is left to predict",
             target,
         )
-        self._check_fanouts()
 
-    def _check_fanouts(self) -> None:
-        """As many hops as the layers reach; GCN layers may be given fewer. 0 layers: the graph
-        decides.
+    def fanout_mismatch(self) -> str | None:
+        """Why the sampled hops do not fit the layers, or None; 0 layers: the graph decides.
+
+        Such a config can be trained, which tests do; plans warn of it and sweeps refuse it.
         """
-        hops, is_routing = len(self.sampler.fanouts), self.model.propagation == "routing"
-        if not hops or not self.model.num_layers:
-            return
-        reach = self.model.num_layers + (self.model.tail and is_routing)
-        need(
-            hops == reach or (hops < reach and not is_routing),
-            "sampler.fanouts",
-            f"must have {reach} entries, the hops that model.num_layers={self.model.num_layers} "
-            f"and model.tail={str(self.model.tail).lower()} reach",
-            self.sampler.fanouts,
+        hops, model = len(self.sampler.fanouts), self.model
+        reach = model.num_layers + (model.tail and model.propagation == "routing")
+        is_truncated = model.propagation == "gcn" and hops < reach
+        if not hops or not model.num_layers or hops == reach or is_truncated:
+            return None
+        effect = (
+            "the outer layers would see no neighbours"
+            if hops < reach
+            else "the last hops would be sampled for nothing"
+        )
+        return (
+            f"sampler.fanouts has {hops} hops, but model.num_layers={model.num_layers} and "
+            f"model.tail={str(model.tail).lower()} reach {reach}: {effect}. Give {reach} fan-outs."
         )
 
 

@@ -2,8 +2,9 @@
 to stop.
 
 What to try and what has been tried is ours, on disk (cimage_dist.tune). Tune's own record is
-written every few seconds and at its end, so a killed driver loses what ended since and its restored
-searchers and schedulers forget it; here a new Tune run is shown all that came before.
+written every few seconds and at its end, so a
+killed driver loses what ended since and its restored searchers and schedulers forget it; here a new
+Tune run is shown all that came before.
 """
 
 from __future__ import annotations
@@ -29,13 +30,11 @@ from cimage_dist.distributed.session import start_ray
 from cimage_dist.distributed.train import absolute
 from cimage_dist.distributed.tune_trial import TrialProcess
 from cimage_dist.errors import Interrupted
-from cimage_dist.tune.checks import Plan
-from cimage_dist.tune.finish import finish, write_pages
-from cimage_dist.tune.ledger import Ledger, Outcome, Trial, locked, read_records
+from cimage_dist.tune.ledger import Ledger, Outcome, Trial, epochs_of, locked, read_records, reports
 from cimage_dist.tune.live import Board
-from cimage_dist.tune.prepare import prepare
-from cimage_dist.tune.spec import Sweep
-from cimage_dist.tune.trial import epochs_of, reports
+from cimage_dist.tune.plan import Plan
+from cimage_dist.tune.results import finish, write_pages
+from cimage_dist.tune.spec import Sweep, prepare
 
 _PAGE_EVERY_S = 10.0
 # Tune neither logs, nor prints, nor saves on its own, nor moves into other directories: run
@@ -51,8 +50,9 @@ _QUIET = {
 
 
 class Steward:
-    """What Tune's searcher, scheduler and callback share: the plan, the ledger, the board and the
-    clock.
+    """What Tune's searcher, scheduler and callback share.
+
+    The plan, the ledger, the board and the clock.
     """
 
     def __init__(self, sweep: Sweep, ledger: Ledger, board: Board) -> None:
@@ -117,8 +117,9 @@ class Past:
 
 
 class Judge(FIFOScheduler):
-    """One of Tune's stopping rules, shown first what earlier commands saw; trials on fresh seeds
-    are never stopped.
+    """One of Tune's stopping rules, shown first what earlier commands saw.
+
+    Trials on fresh seeds are never stopped.
     """
 
     def __init__(self, steward: Steward, rule: Any) -> None:
@@ -131,8 +132,9 @@ class Judge(FIFOScheduler):
                 self._show(Past(trial.id), trial, is_over=True)
 
     def _show(self, seen: Any, trial: Trial, is_over: bool = False) -> None:
-        """Earlier reports of a trial; what the rule answers was heeded, or is asked again at the
-        next report.
+        """Earlier reports of a trial.
+
+        What the rule answers was heeded, or is asked again at the next report.
         """
         self.rule.on_trial_add(None, seen)
         base = self.steward.sweep.base
@@ -162,10 +164,8 @@ class Judge(FIFOScheduler):
             return TrialScheduler.CONTINUE
         decision: str = self.rule.on_trial_result(tune_controller, trial, result)
         if decision == TrialScheduler.STOP:
-            reason = (
-                f"stopped by {self.steward.sweep.settings.scheduler} after "
-                f"{result['epoch']:g} epochs"
-            )
+            scheduler = self.steward.sweep.settings.scheduler
+            reason = f"stopped by {scheduler} after {result['epoch']:g} epochs"
             ledger = self.steward.ledger
             spent = sum(
                 record.get("seconds", 0.0)
@@ -209,7 +209,8 @@ def make_rule(sweep: Sweep) -> Any:
     if settings.scheduler == "median":
         # An endless time slice: by default the rule would pause trials, whose threads cannot be
         # moved.
-        return MedianStoppingRule(min_samples_required=3, min_time_slice=float("inf"), **common)  # type: ignore[arg-type]
+        endless: Any = float("inf")
+        return MedianStoppingRule(min_samples_required=3, min_time_slice=endless, **common)
     return None
 
 
@@ -247,8 +248,9 @@ class Reporter(tune.Callback):
 
 
 def sweep_on_ray(sweep: Sweep, cfg: Config, root: Path, quiet: bool = False) -> dict[str, Any]:
-    """Run a sweep into `root`, or continue with it; `cfg` is the given config with its paths on
-    storage. Returns the summary.
+    """Run a sweep into `root`, or continue it.
+
+    `cfg` is the given config with its paths on storage. Returns the summary.
     """
     with locked(root):
         ledger = Ledger(root.resolve())
@@ -258,15 +260,16 @@ def sweep_on_ray(sweep: Sweep, cfg: Config, root: Path, quiet: bool = False) -> 
             if _has_work(steward):
                 board.note(
                     f"sweep {sweep.name} in {root}: {len(ledger.outcomes)} trials over, "
-                    f"{len(ledger.unfinished('search'))} to continue with"
+                    f"{len(ledger.unfinished('search'))} to continue"
                 )
                 _run(steward, absolute(cfg))
         return finish(sweep, ledger, board.note)
 
 
 def _has_work(steward: Steward) -> bool:
-    """Whether the plan has another trial; asking makes it, which is what the run does next
-    anyway.
+    """Whether the plan has another trial.
+
+    Asking makes it, which is what the run does next anyway.
     """
     found = steward.plan.next(steward.elapsed)
     steward.plan.running.clear()
@@ -315,8 +318,7 @@ def _run(steward: Steward, cfg: Config) -> None:
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM end Tune in good order (by the signal it listens to), so that running
-    trials save; which one came is told.
-    """
+    trials save; which one came is returned."""
     caught: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
@@ -344,8 +346,10 @@ def _gpus(sweep: Sweep, cfg: Config) -> float:
 
 
 def _resources(sweep: Sweep, cfg: Config) -> Any:
-    """Of a trial's process. One that starts a Train run only waits: a CPU for it would be taken
-    from the workers, and none at all is refused.
+    """Of a trial's process.
+
+    One that starts a Train run only waits: a CPU for it would be taken from the workers, and none
+    at all is refused.
     """
     if cfg.resources.num_workers > 1:
         return tune.PlacementGroupFactory([{"memory": 2**20}])

@@ -1,5 +1,7 @@
-"""One trial inside its Ray process: the ordinary training loop with a sink that reports validation
-scores and waits for leave to continue.
+"""One trial inside its Ray process.
+
+The ordinary training loop with a sink that reports validation scores and waits for leave to
+continue.
 """
 
 from __future__ import annotations
@@ -22,18 +24,24 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config, run_dir
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
-from cimage_dist.distributed.follow import stop_file
-from cimage_dist.distributed.train import launch
+from cimage_dist.distributed.train import launch, stop_file
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.views import view_scores
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
-from cimage_dist.tune.handover import hand_over
-from cimage_dist.tune.ledger import Outcome, Trial, val_records, write_outcome
-from cimage_dist.tune.trial import objective, reports, trial_config
-from cimage_dist.tune.views import view_scores
+from cimage_dist.tune.ledger import (
+    Outcome,
+    Trial,
+    objective,
+    reports,
+    trial_config,
+    val_records,
+    write_outcome,
+)
+from cimage_dist.tune.plan import hand_over
 
 _LOCK_PATIENCE_S = 120.0  # the processes of a killed sweep may need a moment to die
 _POLL_S = 0.5
@@ -92,8 +100,9 @@ class Exchange:
         self.is_stopped = False
 
     def report(self, values: dict[str, Any]) -> None:
-        """From the training thread: hand a result over and wait until the next one is asked for, or
-        the trial is stopped.
+        """From the training thread.
+
+        Hand a result over and wait until the next one is asked for, or the trial is stopped.
         """
         self._reports.put(values)
         if not self.is_stopped:
@@ -115,8 +124,9 @@ class Exchange:
 
 
 class TrialProcess(tune.Trainable):
-    """Runs trials one after the other; the process, its imports and its compiled loops serve them
-    all.
+    """Runs trials one after the other.
+
+    The process, its imports and its compiled loops serve them all.
     """
 
     _count = 0
@@ -160,8 +170,9 @@ class Job(NamedTuple):
 
 
 def _run(job: Job, exchange: Exchange) -> None:
-    """The training thread: run the trial and write its outcome, whatever happens inside. A stopped
-    one is recorded by the sweep.
+    """The training thread: run the trial and write its outcome, whatever happens inside.
+
+    A stopped one is recorded by the sweep.
     """
     folder = job.root / "trials" / job.trial
     try:
@@ -219,8 +230,10 @@ def _train(job: Job, exchange: Exchange) -> Outcome:
 
 
 def _train_here(cfg: Config, graph: Graph, exchange: Exchange) -> float:
-    """The loop in this process; returns its seconds. A stopped run is summarised too, so that it
-    can be reported on, before Interrupted continues.
+    """The loop in this process.
+
+    Returns its seconds. A stopped run is summarised too, so that it can be reported on, before
+    Interrupted is raised again.
     """
     stop: Interrupted | None = None
     with stages.summarised(cfg, graph) as outcome:
@@ -256,8 +269,9 @@ def _graph(cfg: Config) -> Graph:
 
 
 def _train_parallel(cfg: Config, run: RunDir, exchange: Exchange) -> float:
-    """A Ray Train run of several workers; its validation scores are read from the run directory.
-    Returns its seconds.
+    """A Ray Train run of several workers.
+
+    Its validation scores are read from the run directory. Returns its seconds.
     """
     is_over = threading.Event()
 

@@ -19,7 +19,6 @@ import numpy as np
 from cimage_dist.ci.kernels import packed_size
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
-from cimage_dist.nn.inference import reach
 from cimage_dist.planning.play import SECOND, Played, Rows
 from cimage_dist.planning.sizes import GraphSize, masked_edges, neighbourhood, slices
 from cimage_dist.train.initial import method_for
@@ -71,20 +70,8 @@ def _complaints(cfg: Config, size: GraphSize, edges: int) -> Iterator[str]:
                 f"sampler.batch_edges is {sampler.batch_edges:,}, more than the "
                 f"{edges // 2:,} undirected edges of the graph. Lower it."
             )
-        hops = reach(cfg.model)
-        is_truncated = cfg.model.propagation == "gcn" and len(sampler.fanouts) < hops
-        if len(sampler.fanouts) != hops and not is_truncated:
-            effect = (
-                "the outer layers would see no neighbours"
-                if len(sampler.fanouts) < hops
-                else "the last hops would be sampled for nothing"
-            )
-            yield (
-                f"sampler.fanouts has {len(sampler.fanouts)} hops, but "
-                f"model.num_layers={cfg.model.num_layers} and "
-                f"model.tail={str(cfg.model.tail).lower()} "
-                f"reach {hops}: {effect}. Give {hops} fan-outs."
-            )
+        if mismatch := cfg.fanout_mismatch():
+            yield mismatch
         if sampler.loader_processes >= res.cpus_per_worker and sampler.loader_processes:
             yield (
                 f"sampler.loader_processes is {sampler.loader_processes}, and the training "

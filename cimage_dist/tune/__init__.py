@@ -1,3 +1,4 @@
-"""Hyper-parameter sweeps without Ray: spaces, points, the ledger on disk, plans, rankings, results.
-The runtime executes them.
+"""Hyper-parameter sweeps without Ray.
+
+Spaces, points, the ledger on disk, plans, rankings, results. The runtime executes them.
 """

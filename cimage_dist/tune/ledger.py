@@ -1,9 +1,9 @@
-"""The sweep's record on disk: each trial is a run directory with trial.json (what was asked) and,
-once over, outcome.json (what came of it).
+"""The sweep's record on disk, and its trials as ordinary runs.
 
-Both are written whole or not at all, the first before the trial starts and the second when it is
-over, so that killing everything at any moment leaves: finished trials, and trials to continue with.
-Nothing else holds state: what to try next follows from these files.
+Each trial is a run directory with trial.json (what was asked) and, once over, outcome.json (what
+came of it). Both are written whole or not at all, the first before the trial starts and the second
+when it is over, so that killing everything at any moment leaves finished trials and trials to
+continue. Nothing else holds state: what to try next follows from these files.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import dataclasses
 import fcntl
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cimage_dist.config import Config
+from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
-from cimage_dist.tune.space import Point
+from cimage_dist.tune.space import Point, dotlist
 
 Stage = Literal["search", "fresh"]
 
@@ -42,8 +44,7 @@ class Trial:
 @dataclass(frozen=True)
 class Outcome:
     """How a trial ended. `score` is the validation score of the checkpoint that would be embedded,
-    in percent.
-    """
+    in percent."""
 
     status: Literal["done", "stopped", "failed"]
     score: float | None = None
@@ -85,8 +86,9 @@ class Ledger:
         return found
 
     def finish(self, trial: str, outcome: Outcome) -> None:
-        """For what the process cannot know: that it is stopped, or that it died. What it has
-        written itself stays.
+        """For what the process cannot know.
+
+        That it is stopped, or that it died. What it has written itself stays.
         """
         if self.reread(trial) is None:
             write_outcome(self.folder(trial), outcome)
@@ -137,8 +139,9 @@ class Standing:
 
 
 def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
-    """Every point of a stage, best first: whole ones by mean score, then stopped, failed and
-    running ones.
+    """Every point of a stage, best first.
+
+    Whole ones by mean score, then stopped, failed and running ones.
     """
     groups: dict[int, list[Trial]] = {}
     for trial in ledger.of(stage):
@@ -200,8 +203,9 @@ def val_records(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """One command at a time works on a sweep directory; the system releases the lock when the
-    process dies.
+    """One command at a time works on a sweep directory.
+
+    The system releases the lock when the process dies.
     """
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as file:
@@ -209,7 +213,50 @@ def locked(root: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(
-                f"Another command is running the sweep in {root}. Wait for it, or choose "
-                "another sweep.dir."
+                f"Another command is running the sweep in {root}. Wait for it, or choose another "
+                "sweep.dir."
             ) from None
         yield
+
+
+def trial_config(root: Path, trial: Trial) -> Config:
+    """The sweep's base config with the trial's values, seed and directory.
+
+    A trial that is a part of a run follows the learning rate of the whole run.
+    """
+    folder = (root / "trials" / trial.id).resolve()
+    own: dict[str, Any] = {"run.seed": trial.seed, "run.dir": str(folder)}
+    if trial.epochs is not None:
+        base = load_config(root / "base.yaml")
+        own["train.epochs"] = trial.epochs
+        own["optim.schedule_epochs"] = base.optim.schedule_epochs or base.train.epochs
+    return load_config(root / "base.yaml", overrides=dotlist(trial.values | own))
+
+
+def objective(scores: Sequence[float], select: str) -> float:
+    """The validation score of the checkpoint that would be embedded.
+
+    The best with train.select=val, else the last.
+    """
+    return max(scores) if select == "val" else scores[-1]
+
+
+def epochs_of(base: Config, trial: Trial) -> int:
+    """How long a trial trains, without loading its config."""
+    return int(trial.epochs or trial.values.get("train.epochs", base.train.epochs))
+
+
+def reports(folder: Path, epochs: int, select: str) -> list[dict[str, Any]]:
+    """What a run has reported so far: the objective and the epoch at every validation."""
+    records = read_records(folder)
+    totals = [record["total_steps"] for record in records if record["kind"] == "train"]
+    scored = [record for record in records if record["kind"] == "val"] if totals else []
+    scores = [record["score"] for record in scored]
+    return [
+        {
+            "score": objective(scores[: i + 1], select),
+            "epoch": epochs * record["step"] / totals[-1],
+            "step": record["step"],
+        }
+        for i, record in enumerate(scored)
+    ]

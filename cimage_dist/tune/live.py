@@ -1,5 +1,6 @@
-"""What a person sees of a sweep under way: a table on a terminal, a line per finished trial
-elsewhere, nothing when quiet.
+"""What a person sees of a sweep under way.
+
+A table on a terminal, a line per finished trial elsewhere, nothing when quiet.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class Board:
             reason = f"  ({outcome.reason})" if outcome.reason else ""
             done = len(self.ledger.outcomes)
             self.note(
-                f"{done} over: {trial.id} {outcome.status}{score} after {outcome.epochs:g} "
-                f"epochs  {values}{reason}"
+                f"{done} over: {trial.id} {outcome.status}{score} after {outcome.epochs:g} epochs "
+                f" {values}{reason}"
             )
         self._draw(is_forced=True)
 
@@ -154,9 +155,7 @@ class Board:
 
 
 def print_summary(result: dict[str, Any], keys: list[str]) -> None:
-    """The ranking of the search, the finalists, the winner and its test score, on standard
-    output.
-    """
+    """Ranking of the search, finalists, winner and its test score, on standard output."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,5 +1,6 @@
-"""The next point to try, as a function of the space, the points so far and their number. Nothing is
-remembered between calls.
+"""The next point to try, as a function of the space, the points so far and their number.
+
+Nothing is remembered between calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cimage_dist.tune.space import Choice, Dimension, Point, Space
 
 _DRAW, _TPE = 1, 2  # streams of the search's seed
 _TRIES = 200
+_FEWEST = 6  # points from which importance is computed
 
 
 def draw(seed: int, *keys: int) -> float:
@@ -28,8 +30,8 @@ def grid(space: Space) -> list[Point]:
     for dimension in space:
         if not isinstance(dimension, Choice):
             raise UserError(
-                f"space: {dimension.key} is a range, and search: grid needs lists of choices. "
-                "Use search: random or tpe, or list its values."
+                f"space: {dimension.key} is a range, and search: grid needs lists of choices. Use "
+                "search: random or tpe, or list its values."
             )
     return [
         dict(zip([d.key for d in space], values, strict=True))
@@ -69,8 +71,7 @@ def _name(point: Point) -> str:
 
 def _tpe(space: Space, seed: int, number: int, history: Sequence[Standing]) -> Point:
     """A tree-structured Parzen estimator (Optuna's) shown the whole history again, so that a killed
-    search needs no state of its own.
-    """
+    search needs no state of its own."""
     try:
         import optuna
     except ImportError:
@@ -108,6 +109,27 @@ def _tpe(space: Space, seed: int, number: int, history: Sequence[Standing]) -> P
             )
     asked = study.ask(fixed_distributions=shapes)
     return {d.key: _decode(d, asked.params[d.key]) for d in space}
+
+
+def importance(space: Space, rows: Sequence[Standing]) -> dict[str, float]:
+    """Share of each key in the variance of the scores, by Optuna's fANOVA; they sum to 1.
+
+    Empty where there are too few points or all scores are equal.
+    """
+    import optuna
+    from optuna.importance import FanovaImportanceEvaluator, get_param_importances
+    from optuna.trial import create_trial
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    shapes = {d.key: _distribution(d) for d in space}
+    study = optuna.create_study(direction="maximize")
+    for row in rows:
+        params = {d.key: _encode(d, row.values.get(d.key)) for d in space}
+        if row.status in ("done", "stopped") and None not in (row.mean, *params.values()):
+            study.add_trial(create_trial(value=row.mean, params=params, distributions=shapes))
+    if len(study.trials) < _FEWEST or len({trial.value for trial in study.trials}) == 1:
+        return {}
+    return get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
 
 
 def _distribution(d: Dimension) -> Any:

@@ -1,6 +1,4 @@
-"""Search spaces over config keys: a list of choices, or a range. Every value is checked by the
-config itself before the first trial.
-"""
+"""Search spaces over config keys: lists of choices, or ranges, checked by the config itself."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from cimage_dist.errors import UserError
 
 Point = dict[str, Any]
 
-# Keys that decide on which data a score is computed, or where a run lies: trials that differ here
+# Keys that decide on which data a score is computed, or where a run is stored: trials that differ
+# here
 # cannot be compared.
 _NOT_SEARCHED = ("run.", "resources.")
 _VALIDATION = {"train.validate_every", "train.validate_by", "train.select"} | {
@@ -37,6 +36,24 @@ _VALIDATION = {"train.validate_every", "train.validate_by", "train.select"} | {
         "link_test_ratio",
     )
 }
+# Settings that may change while the weights stay.
+_CHANGEABLE = (
+    "optim.lr_max",
+    "optim.lr_min",
+    "optim.weight_decay",
+    "optim.clip_norm",
+    "loss.",
+    "mask.",
+    "ci.",
+    "model.dropout",
+    "model.structure_dropout",
+    "model.factor_dropout",
+    "model.num_layers",
+    "model.routing_iterations",
+    "model.routing_temperature",
+    "cluster.growth",
+    "sampler.hide_rate",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class Choice:
         return self.values
 
     def position(self, value: Any) -> float | None:
-        """Where a value lies in [0, 1]; None outside the space."""
+        """The place of a value in [0, 1]; None outside the space."""
         if value not in self.values:
             return None
         return self.values.index(value) / max(1, len(self.values) - 1)
@@ -122,13 +139,14 @@ def value_of(cfg: Config, key: str) -> Any:
 
 
 def parse_space(entries: Any, base: Config, load: Load) -> Space:
-    """A checked space from the `space:` mapping of a sweep file; `load` reads the base config with
-    further overrides.
+    """A checked space from the `space:` mapping of a sweep file.
+
+    `load` reads the base config with further overrides.
     """
     if not isinstance(entries, dict) or not entries:
         raise UserError(
-            "space: must map config keys to choices or ranges, e.g. `model.dropout: {low: 0.2, "
-            "high: 0.8}`; it is empty."
+            "space: must map config keys to choices or ranges, e.g. `model.dropout: "
+            "{low: 0.2, high: 0.8}`; it is empty."
         )
     space = [_dimension(str(key), entry, base, load) for key, entry in entries.items()]
     found = _check_values(space, load)
@@ -144,8 +162,9 @@ def parse_space(entries: Any, base: Config, load: Load) -> Space:
 
 
 def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
-    """A config, or a section of one, with other values, which are of its types; every rule is
-    checked.
+    """A config, or a section of one, with other values, which are of its types.
+
+    Every rule is checked.
     """
     own = {key: value for key, value in values.items() if "." not in key}
     for name in {key.partition(".")[0] for key in values if "." in key}:
@@ -156,11 +175,18 @@ def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(cfg, **own)
 
 
+def checked_config(base: Config, point: Point) -> Config:
+    cfg: Config = with_values(base, point)
+    if mismatch := cfg.fanout_mismatch():
+        raise UserError(mismatch)
+    return cfg
+
+
 def check_points(points: Sequence[Point], base: Config) -> None:
     """Every point must be a config: keys that are valid alone may not be together."""
     for point in points:
         try:
-            with_values(base, point)
+            checked_config(base, point)
         except UserError as error:
             shown = ", ".join(f"{key}={value!r}" for key, value in point.items())
             raise UserError(
@@ -170,8 +196,9 @@ def check_points(points: Sequence[Point], base: Config) -> None:
 
 
 def _check_values(space: Sequence[Dimension], load: Load) -> dict[str, list[Any]]:
-    """Every choice and every bound as the config holds it. Several keys are tried at once; where
-    that fails, each alone tells which is at fault.
+    """Every choice and every bound as the config holds it.
+
+    Several keys are tried at once; where that fails, each is tried alone to find the wrong one.
     """
     found: dict[str, list[Any]] = {d.key: [] for d in space}
     for i in range(max(len(d.corners()) for d in space)):
@@ -259,8 +286,10 @@ def _around(key: str, entry: dict[Any, Any], base: Config) -> Range:
 
 
 def _checked(key: str, value: Any, others: Sequence[Dimension], load: Load) -> Any:
-    """The value as the config holds it. It must be accepted with the given config, or with the
-    other keys at one end of what is searched.
+    """The value as the config holds it.
+
+    It must be accepted with the given config, or with the other keys at one end of what is
+    searched.
     """
     mates: list[Point] = [
         {},
@@ -274,3 +303,18 @@ def _checked(key: str, value: Any, others: Sequence[Dimension], load: Load) -> A
         except UserError as error:
             complaint = complaint or error
     raise UserError(f"space: {key} = {value!r} is no valid setting: {complaint}")
+
+
+def check_population(space: Space) -> None:
+    for d in space:
+        if not d.key.startswith(_CHANGEABLE):
+            raise UserError(
+                f"space: {d.key} changes the model's shape or its data, so population-based "
+                "training cannot hand weights over. Search it by asha."
+            )
+        decoder = {"loss.factor_weight": "factor", "loss.structure_weight": "edge"}.get(d.key)
+        if decoder and 0 in d.corners():
+            raise UserError(
+                f"space: {d.key} reaches 0, where there is no {decoder} decoder to hand over. Let "
+                "it start above 0 with scheduler: pbt."
+            )

@@ -1,5 +1,8 @@
-"""What a sweep is: a space and how to search it, read from a sweep file and `sweep.key=value`
-overrides.
+"""What a sweep is, and whether it may start.
+
+A space and how to search it come from a sweep file and `sweep.key=value` overrides. Before the
+first trial the graph is built, there is something to validate on, and the directory is this
+sweep's.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,25 @@ from typing import Any
 import yaml
 
 from cimage_dist.config import Config, fingerprint
-from cimage_dist.config_loading import load_config
+from cimage_dist.config_loading import load_config, to_yaml
+from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.ingest import ingest, open_graph
+from cimage_dist.data.splits import node_split
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
+from cimage_dist.eval.validation import make_validator
+from cimage_dist.io import artifacts
+from cimage_dist.tune.ledger import Ledger
 from cimage_dist.tune.search import grid, random_point
-from cimage_dist.tune.space import Point, Space, check_points, dotlist, parse_space, with_values
+from cimage_dist.tune.space import (
+    Point,
+    Space,
+    check_points,
+    check_population,
+    checked_config,
+    dotlist,
+    parse_space,
+)
 
 SEARCHES = ("grid", "random", "tpe")
 _CHECKED, _MOST_CHECKED = 200, 2000  # points loaded before a sweep starts: of a space, of a grid
@@ -154,7 +172,7 @@ class Sweep:
     def is_valid(self, values: dict[str, Any]) -> bool:
         """Whether the config accepts a point; its keys may be valid alone and not together."""
         try:
-            with_values(self.base, values)
+            checked_config(self.base, values)
         except UserError:
             return False
         return True
@@ -194,8 +212,7 @@ def _read(path: str) -> Any:
 
 def load_sweep(paths: Sequence[str], overrides: Sequence[str]) -> Sweep:
     """From yaml files (the one with `space:` is the sweep, the others the config) and overrides
-    (`sweep.*` are the sweep's).
-    """
+    (`sweep.*` are the sweep's)."""
     bodies = {path: _read(path) for path in paths}
     found = [path for path, body in bodies.items() if isinstance(body, dict) and "space" in body]
     if len(found) != 1:
@@ -226,9 +243,7 @@ def load_sweep(paths: Sequence[str], overrides: Sequence[str]) -> Sweep:
     space = parse_space(entries, base, lambda more: load_config(*others, overrides=[*own, *more]))
     check_points(_sample(settings, space), base)
     if settings.scheduler == "pbt":
-        from cimage_dist.tune.population import check_space
-
-        check_space(space)
+        check_population(space)
     return Sweep(settings, space, Path(found[0]).stem, base, others, own, entries)
 
 
@@ -255,3 +270,57 @@ def _settings(body: dict[str, Any], where: str) -> SweepSettings:
         if not (type(value) in allowed or (value is None and kinds.endswith("None"))):
             raise UserError(f"sweep.{key} must be of type {kinds}; got {value!r}.")
     return SweepSettings(**body)
+
+
+def check_validation(cfg: Config, graph: Graph) -> None:
+    """A sweep chooses by validation scores, so every run must have one.
+
+    Which, the config decides as in training.
+    """
+    if cfg.train.validate_every == 0:
+        raise UserError(
+            "A sweep compares validation scores, but train.validate_every is 0. Set e.g. "
+            "train.validate_every=10 (and train.select=val)."
+        )
+    topology, links = training_graph(graph, cfg.data, cfg.run.seed)
+    make_validator(cfg, graph, topology, links)
+    is_by_node = cfg.train.validate_by == "node" or (
+        cfg.train.validate_by == "auto" and links is None
+    )
+    labels = graph.labels()
+    if is_by_node and labels is not None:
+        split = node_split(graph, cfg.data, cfg.run.seed)
+        if not bool((labels[split.val] >= 0).any()):
+            raise UserError(
+                f"The node split of graph {graph.name!r} has no labelled validation nodes, so "
+                "there is nothing to choose by. "
+                "Use another data.split, or link validation with data.holdout_edges=link."
+            )
+
+
+def prepare(sweep: Sweep, cfg: Config, ledger: Ledger, note: Callable[[str], None]) -> None:
+    """Check everything, build the graph store that all trials share, and write base.yaml (with
+    `cfg`, whose paths are absolute) and sweep.json."""
+    known = ledger.root / "sweep.json"
+    if known.is_file():
+        identity = artifacts.read_json(known, "the sweep's settings")["identity"]
+        if identity != sweep.identity:
+            raise UserError(
+                f"{ledger.root} holds another sweep (of another space, config, seed or search). "
+                "Choose another sweep.dir, or delete that folder to start again."
+            )
+    elif ledger.trials:
+        raise UserError(
+            f"{ledger.root} has trials but no sweep.json. Choose another sweep.dir, or delete "
+            "that folder to start again."
+        )
+    ingest(cfg.data, note)
+    check_validation(cfg, open_graph(cfg.data))
+    artifacts.write_text(ledger.root / "base.yaml", to_yaml(cfg))
+    body = {
+        "identity": sweep.identity,
+        "name": sweep.name,
+        "settings": dataclasses.asdict(sweep.settings),
+        "space": sweep.entries,
+    }
+    artifacts.write_json(known, body)

@@ -1,5 +1,5 @@
-"""What a person sees of a sweep: the live table of a terminal, the lines elsewhere, the summary at
-the end.
+"""What a person sees of a sweep: the live table of a terminal, the lines elsewhere, the summary
+at the end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from cimage_dist.tune.checks import Plan
 from cimage_dist.tune.ledger import Ledger, Trial
 from cimage_dist.tune.live import Board, print_summary
+from cimage_dist.tune.plan import Plan
 from cimage_dist.tune.results import summary
 
 from .conftest import MakeSweep, end, write_base

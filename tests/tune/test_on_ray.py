@@ -1,5 +1,5 @@
-"""The real command on a Ray of its own: early stopping, failures, kills, and proof that test labels
-do not steer. Minutes each.
+"""The real command on a Ray of its own: early stopping, failures, kills, and proof that test
+labels do not steer. Minutes each.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def start_until(folder: Path, is_reached: Callable[[], bool], *words: str) -> su
 
 
 def test_asha_on_the_demo(folder: Path) -> None:
-    """Eight trials, poor ones stopped; its trials are ordinary runs, and best.yaml gives the winner
-    again to the last digit.
+    """Eight trials, poor ones stopped; its trials are ordinary runs, and best.yaml gives the
+    winner again to the last digit.
     """
     began = time.monotonic()
     result = cimage(
@@ -214,8 +214,8 @@ def sweep_again(folder: Path) -> Any:
 
 
 def test_killed_at_three_moments(folder: Path) -> None:
-    """Kill -9 while the first trial trains, in the middle of the search, and among the finalists:
-    the sweep ends as if nothing had happened.
+    """Kill -9 while the first trial trains, in the middle of the search, and among the
+    finalists: the sweep ends as if nothing had happened.
     """
     sweep(folder, "whole")
     root = folder / "killed"

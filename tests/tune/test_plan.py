@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cimage_dist.errors import UserError
-from cimage_dist.tune.checks import Plan, winner
 from cimage_dist.tune.ledger import Ledger, Trial, locked, standings
+from cimage_dist.tune.plan import Plan, winner
 from cimage_dist.tune.search import suggest
 from cimage_dist.tune.spec import Sweep
 
@@ -175,8 +175,8 @@ def test_killed_at_any_moment(make_sweep: MakeSweep, tmp_path: Path, kind: str, 
 
 
 def test_tpe_finds_the_better_half(make_sweep: MakeSweep, ledger: Ledger) -> None:
-    """Of the last 15 of 40 points more lie near the optimum than by chance; and a suggestion is a
-    function of the history.
+    """Of the last 15 of 40 points more lie near the optimum than by chance; and a suggestion is
+    a function of the history.
     """
     sweep = make_sweep(
         SPACE, "sweep.search=tpe", "sweep.trials=40", "sweep.top=0", "sweep.baseline=false"

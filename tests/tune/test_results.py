@@ -18,15 +18,12 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts, checkpoint
-from cimage_dist.tune import population
-from cimage_dist.tune.checks import Plan, winner
-from cimage_dist.tune.handover import hand_over
-from cimage_dist.tune.importance import importance
-from cimage_dist.tune.ledger import Ledger, Standing, Trial, standings
+from cimage_dist.tune.ledger import Ledger, Standing, Trial, objective, reports, standings
 from cimage_dist.tune.page import sections, write_page
-from cimage_dist.tune.prepare import check_validation
+from cimage_dist.tune.plan import Plan, generations, hand_over, winner
 from cimage_dist.tune.results import rows, summary, write_best, write_tables
-from cimage_dist.tune.trial import objective, reports
+from cimage_dist.tune.search import importance
+from cimage_dist.tune.spec import check_validation
 from tests.pages import LOOKS, looked_at
 
 from .conftest import SPACE, MakeSweep, end, write_base
@@ -220,7 +217,7 @@ POPULATION = (
 
 def test_a_population_moves_to_the_better(make_sweep: MakeSweep, ledger: Ledger) -> None:
     sweep = make_sweep(POPULATION)
-    assert population.generations(sweep) == [5, 10, 15, 20]
+    assert generations(sweep) == [5, 10, 15, 20]
     run_all(sweep, ledger)
     found = {g: [t for t in ledger.of("search") if t.generation == g] for g in range(4)}
     assert {len(trials) for trials in found.values()} == {8}

@@ -15,11 +15,9 @@ from cimage_dist.config_loading import to_yaml
 from cimage_dist.distributed.tune_trial import TrialProcess
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
-from cimage_dist.tune.checks import Plan
-from cimage_dist.tune.ledger import Ledger, Trial, read_outcome, standings
-from cimage_dist.tune.prepare import prepare
-from cimage_dist.tune.spec import Sweep, load_sweep
-from cimage_dist.tune.trial import trial_config
+from cimage_dist.tune.ledger import Ledger, Trial, read_outcome, standings, trial_config
+from cimage_dist.tune.plan import Plan
+from cimage_dist.tune.spec import Sweep, load_sweep, prepare
 from tests.conftest import small_sbm_settings
 
 TRAINING = [
@@ -122,8 +120,8 @@ def test_one_process_serves_good_and_bad_trials(tmp_path: Path, store_dir: Path)
 
 
 def test_a_stopped_trial_saves_and_can_go_on(tmp_path: Path, store_dir: Path) -> None:
-    """It waits for leave after each score, keeps what it has, and a later process ends as if it had
-    never stopped.
+    """It waits for leave after each score, keeps what it has, and a later process ends as if it
+    had never stopped.
     """
     _, ledger = made(tmp_path, store_dir, CHOICE)
     whole, cut = (

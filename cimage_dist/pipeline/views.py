@@ -1,5 +1,6 @@
-"""The single-view ablation: how well each group of factors alone predicts the labels (paper, table
-of single views).
+"""The single-view ablation.
+
+How well each group of factors alone predicts the labels (paper, table of single views).
 """
 
 from __future__ import annotations
