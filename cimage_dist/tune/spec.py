@@ -20,12 +20,12 @@ import yaml
 
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config, to_yaml
-from cimage_dist.data.holdout import training_graph
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.ingest import ingest, open_graph
 from cimage_dist.data.splits import node_split
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.validation import make_validator
+from cimage_dist.eval.links import make_validator
 from cimage_dist.io import artifacts
 from cimage_dist.tune.ledger import Ledger
 from cimage_dist.tune.search import grid, random_point
