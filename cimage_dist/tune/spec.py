@@ -20,9 +20,8 @@ import yaml
 
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config, to_yaml
-from cimage_dist.data.splits import training_graph
 from cimage_dist.data.ingest import ingest, open_graph
-from cimage_dist.data.splits import node_split
+from cimage_dist.data.splits import node_split, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import make_validator
