@@ -104,4 +104,5 @@ class Pretrainer:
             raise UserError("This Pretrainer is not fitted yet. Call fit(graph) first.")
 
     def __repr__(self) -> str:
-        return f"Pretrainer({'fitted, step ' + str(self.step_) if hasattr(self, 'step_') else 'not fitted'})"
+        state = f"fitted, step {self.step_}" if hasattr(self, "step_") else "not fitted"
+        return f"Pretrainer({state})"
