@@ -37,7 +37,7 @@ ALLOWED = {
     "api": RUNS | {"pipeline"},
     "planning": RUNS,
     "tune": RUNS | {"pipeline", "reporting"},
-    "deploy": BASE,
+    "deploy": BASE | {"data"},
     "reporting": RUNS | {"pipeline"},
     "comparison": RUNS | {"pipeline", "reporting", "baselines"},
 }

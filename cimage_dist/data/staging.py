@@ -44,7 +44,7 @@ def stage(
     copy that is there already is looked at, as in Graph.open. Files of a broken-off or damaged copy
     that are right stay, the beginning of one is gone on with.
     """
-    storage, folder = _open_storage(source)
+    storage, folder = open_storage(source)
     manifest_bytes, manifest = _read_manifest(storage, folder, source)
     files = manifest["files"]
     final = cache / fingerprint_of(files)
@@ -76,7 +76,7 @@ def stage(
     return final
 
 
-def _open_storage(source: str) -> tuple[Any, str]:
+def open_storage(source: str) -> tuple[Any, str]:
     """(file system, folder on it)."""
     if not is_url(source):
         source = str(Path(source).resolve())

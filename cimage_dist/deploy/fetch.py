@@ -1,6 +1,6 @@
 """Copy a folder of an object store: python -m cimage_dist.deploy.fetch s3://bucket/raw data/raw
 
-Any address pyarrow knows (s3://, gs://, hdfs://, file://); its keys come from the environment.
+Any address fsspec or pyarrow knows (s3://, gs://, hdfs://, file://); its keys come from the environment.
 Files that are there already with the same size are left alone; each is renamed when complete.
 """
 
@@ -11,37 +11,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from cimage_dist.data.staging import open_storage
 from cimage_dist.errors import UserError
+from cimage_dist.io.artifacts import TMP_PREFIX
 
 
 def fetch(address: str, folder: Path) -> int:
     """Number of files copied now."""
-    from pyarrow import fs
-
     try:
-        store, root = fs.FileSystem.from_uri(address)
-        entries = store.get_file_info(fs.FileSelector(root, recursive=True))
-    except (OSError, ValueError) as error:
+        store, root = open_storage(address)
+        entries = store.find(root, detail=True)
+        if not entries:
+            raise FileNotFoundError(f"no file at {root}")
+    # every kind of storage has exceptions of its own for a missing bucket, credentials or network
+    except Exception as error:
         raise UserError(
-            f"{address} cannot be listed: {error}. Give a folder such as s3://bucket/raw, and its "
+            f"{address} cannot be listed: {error} Give a folder such as s3://bucket/raw, and its "
             "keys through the environment."
         ) from None
     copied = 0
-    for entry in entries:
-        target = folder / Path(entry.path).relative_to(root)
-        if entry.type != fs.FileType.File or (
-            target.is_file() and target.stat().st_size == entry.size
-        ):
+    for place, facts in entries.items():
+        target = folder / Path(place).relative_to(root)
+        if target.is_file() and target.stat().st_size == facts["size"]:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".tmp-{target.name}-{uuid4().hex[:8]}")
+        part = target.with_name(f"{TMP_PREFIX}{target.name}-{uuid4().hex[:8]}")
         try:
-            fs.copy_files(
-                entry.path,
-                str(part.resolve()),
-                source_filesystem=store,
-                destination_filesystem=fs.LocalFileSystem(),
-            )
+            store.get_file(place, str(part))
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from ray.train.torch import TorchTrainer
 
-from cimage_dist.io.artifacts import RunDir, write_text
-from cimage_dist.reporting.terminal import read_metrics
+from cimage_dist.io.artifacts import RunDir, read_metrics, write_text
 from cimage_dist.train.loop import SHOWN
 from cimage_dist.train.progress import Progress
 

@@ -30,7 +30,15 @@ from cimage_dist.distributed.session import start_ray
 from cimage_dist.distributed.train import absolute
 from cimage_dist.distributed.tune_trial import TrialProcess
 from cimage_dist.errors import Interrupted
-from cimage_dist.tune.ledger import Ledger, Outcome, Trial, epochs_of, locked, read_records, reports
+from cimage_dist.tune.ledger import (
+    Ledger,
+    Outcome,
+    Trial,
+    epochs_of,
+    locked,
+    reports,
+    trial_metrics,
+)
 from cimage_dist.tune.live import Board
 from cimage_dist.tune.plan import Plan
 from cimage_dist.tune.results import finish, write_pages
@@ -169,7 +177,7 @@ class Judge(FIFOScheduler):
             ledger = self.steward.ledger
             spent = sum(
                 record.get("seconds", 0.0)
-                for record in read_records(ledger.folder(own.id))
+                for record in trial_metrics(ledger.folder(own.id))
                 if record["kind"] == "train"
             )
             ledger.finish(

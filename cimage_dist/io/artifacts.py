@@ -12,9 +12,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from cimage_dist.errors import UserError
 TMP_PREFIX = ".tmp-"
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
+_LOCK_POLL_S = 0.2
 
 
 def _fsync(path: Path) -> None:
@@ -106,16 +109,52 @@ def replace_dir(ready: Path, final: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when the process dies."""
+def locked(
+    path: Path,
+    on_wait: Callable[[], None] = lambda: None,
+    patience_s: float = math.inf,
+    busy: str = "",
+) -> Iterator[None]:
+    """Held by one process at a time; the system releases it when the process dies.
+
+    Waits for another holder for `patience_s` seconds, then fails with the message `busy`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience_s
+    is_waiting = False
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise UserError(busy) from None
+            if not is_waiting:
+                on_wait()
+                is_waiting = True
+            time.sleep(min(_LOCK_POLL_S, max(0.0, deadline - time.monotonic())))
         yield
+
+
+def read_metrics(path: Path, skip_damaged: bool = False) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl. A last line still being written, or cut short by a kill, is
+    left out; any other that is no JSON is an error, or left out too.
+    """
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    records = []
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if not skip_damaged:
+                raise UserError(
+                    f"{path} is damaged: a line is not valid JSON ({error}). Remove that line; "
+                    "resuming the run cleans the file too."
+                ) from None
+    return records
 
 
 def remove_dir(path: Path) -> None:

@@ -19,7 +19,7 @@ from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import FIXED_HOPS
 from cimage_dist.io import artifacts
-from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.rows import open_rows
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.pipeline import stages
@@ -27,7 +27,7 @@ from cimage_dist.pseudo.kmeans import kmeans
 from cimage_dist.reporting import insight
 from cimage_dist.reporting.charts import Chart, bars, table
 from cimage_dist.reporting.page import section, write_page
-from cimage_dist.reporting.terminal import changed_settings, footnotes, read_metrics, score_table
+from cimage_dist.reporting.terminal import changed_settings, footnotes, score_table
 from cimage_dist.reporting.training import cost_charts, loss_charts, of_kind, partition_charts
 from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 

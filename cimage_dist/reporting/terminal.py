@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from cimage_dist.config import Config
 from cimage_dist.config_loading import known_keys, load_config
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
-from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.artifacts import RunDir, read_metrics
 
 OURS = "CIMAGE"
 SCORES = {
@@ -160,20 +159,6 @@ def _markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
         "|" + "---|" * len(columns),
         *[f"| {' | '.join(row)} |" for row in rows],
     ]
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records written so far; a last line still being written is left out."""
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    try:
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    except ValueError as error:
-        raise UserError(
-            f"{path} is damaged: a line is not valid JSON ({error}). Remove that line; resuming "
-            "the run cleans the file too."
-        ) from None
 
 
 def write_report(run: RunDir) -> Path:

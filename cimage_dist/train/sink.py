@@ -7,11 +7,9 @@ writes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -138,7 +136,7 @@ class LocalSink:
         self.catch_signals, self.lock_patience_s = catch_signals, lock_patience_s
         self._signal = 0
         self._old_handlers: dict[int, Any] = {}
-        self._lock: Any = None
+        self._lock = contextlib.ExitStack()
         self._file: Any = None
         self._board: Any = None
         self._mlflow: MlflowRun | None = None
@@ -148,27 +146,18 @@ class LocalSink:
             if self.cfg.mlflow:
                 import_mlflow()
             self.run.root.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.run.root / ".lock").open("w")
-            self._take_lock()
+            self._lock.enter_context(
+                artifacts.locked(
+                    self.run.root / ".lock",
+                    patience_s=self.lock_patience_s,
+                    busy=f"Another process is training in {self.run.root}. Wait for it, or give "
+                    "this run another run.dir or run.seed.",
+                )
+            )
         if self.catch_signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         return self
-
-    def _take_lock(self) -> None:
-        deadline = time.monotonic() + self.lock_patience_s
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                if time.monotonic() > deadline:
-                    self._lock.close()
-                    raise UserError(
-                        f"Another process is training in {self.run.root}. Wait for it, or give "
-                        "this run another run.dir or run.seed."
-                    ) from None
-                time.sleep(0.5)
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._old_handlers.items():
@@ -201,19 +190,15 @@ class LocalSink:
     def _drop_records_after(self, step: int) -> None:
         if not self.run.metrics.is_file():
             return
-        kept = []
-        for line in self.run.metrics.read_text().splitlines():
-            try:
-                record = json.loads(line)
-                # A refresh is logged under the number of steps done before it, after the checkpoint
-                # of that number.
-                if record["step"] < step or (
-                    record["step"] == step and record["kind"] not in ("ci", "encoder")
-                ):
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue  # a line cut short by a kill
-        artifacts.write_text(self.run.metrics, "".join(line + "\n" for line in kept))
+        # A refresh is logged under the number of steps done before it, after the checkpoint of
+        # that number.
+        kept = [
+            record
+            for record in artifacts.read_metrics(self.run.metrics, skip_damaged=True)
+            if record["step"] < step
+            or (record["step"] == step and record["kind"] not in ("ci", "encoder"))
+        ]
+        artifacts.write_text(self.run.metrics, "".join(json.dumps(r) + "\n" for r in kept))
 
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
         if not self.is_main:

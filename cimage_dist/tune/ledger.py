@@ -9,19 +9,17 @@ continue. Nothing else holds state: what to try next follows from these files.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import json
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
-from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
+from cimage_dist.io.artifacts import RunDir
 from cimage_dist.tune.space import Point, dotlist
 
 Stage = Literal["search", "fresh"]
@@ -185,38 +183,22 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     artifacts.write_json(folder / "outcome.json", dataclasses.asdict(outcome))
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl; a line cut short by a kill is left out."""
-    path = folder / "metrics.jsonl"
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
+def trial_metrics(folder: Path) -> list[dict[str, Any]]:
+    return artifacts.read_metrics(RunDir(folder).metrics, skip_damaged=True)
 
 
 def val_records(folder: Path) -> list[dict[str, Any]]:
-    return [record for record in read_records(folder) if record["kind"] == "val"]
+    return [record for record in trial_metrics(folder) if record["kind"] == "val"]
 
 
-@contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """One command at a time works on a sweep directory.
-
-    The system releases the lock when the process dies.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"Another command is running the sweep in {root}. Wait for it, or choose another "
-                "sweep.dir."
-            ) from None
-        yield
+def locked(root: Path) -> AbstractContextManager[None]:
+    """One command at a time works on a sweep directory."""
+    return artifacts.locked(
+        root / ".lock",
+        patience_s=0.0,
+        busy=f"Another command is running the sweep in {root}. Wait for it, or choose another "
+        "sweep.dir.",
+    )
 
 
 def trial_config(root: Path, trial: Trial) -> Config:
@@ -248,7 +230,7 @@ def epochs_of(base: Config, trial: Trial) -> int:
 
 def reports(folder: Path, epochs: int, select: str) -> list[dict[str, Any]]:
     """What a run has reported so far: the objective and the epoch at every validation."""
-    records = read_records(folder)
+    records = trial_metrics(folder)
     totals = [record["total_steps"] for record in records if record["kind"] == "train"]
     scored = [record for record in records if record["kind"] == "val"] if totals else []
     scores = [record["score"] for record in scored]

@@ -19,8 +19,7 @@ import pytest
 
 from cimage_dist.config_loading import load_config
 from cimage_dist.io import artifacts, checkpoint
-from cimage_dist.io.artifacts import RunDir
-from cimage_dist.reporting.terminal import read_metrics
+from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.train.sink import LocalSink
 
 pytestmark = [

@@ -11,11 +11,10 @@ import pytest
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.errors import UserError
-from cimage_dist.io.artifacts import RunDir, write_json, write_text
+from cimage_dist.io.artifacts import RunDir, read_metrics, write_json, write_text
 from cimage_dist.reporting.terminal import (
     footnotes,
     print_scores,
-    read_metrics,
     score_table,
     write_report,
 )

@@ -19,11 +19,10 @@ from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted
 from cimage_dist.io import checkpoint
-from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.nn.model import norm_kind
 from cimage_dist.nn.norm import MomentsNorm
-from cimage_dist.reporting.terminal import read_metrics
 from cimage_dist.train import loop
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import worker

@@ -14,9 +14,8 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.splits import training_graph
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import checkpoint
-from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.pipeline import stages
-from cimage_dist.reporting.terminal import read_metrics
 from cimage_dist.sampling.masking import edge_keys, is_edge
 from cimage_dist.train.batches import FullGraphBatches
 from cimage_dist.train.loop import worker
