@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cimage_dist.eval.statistics import CONTROLS
 from cimage_dist.io import artifacts
+from experiments.field import load_fields, render_field
 from experiments.render import render_table
 from experiments.spec import Table
 from experiments.verdict import HOW_TO_READ, gains, summary, verdict
@@ -29,6 +30,7 @@ def document(tables: Sequence[Table], results: Path) -> str:
     rest = [f"`{table.name}` ({table.title.lower()})" for table in tables if table not in begun]
     said = [f"- {sentence}" for sentence in verdict(begun, results)]
     lines = [line for table in begun for line in render_table(table, results)]
+    lines += [line for field in load_fields() for line in render_field(field, results)]
     return "\n".join(
         [*_HEAD, *said, "", *lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]
     ).strip()

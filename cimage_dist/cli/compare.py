@@ -57,6 +57,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         metavar="METHOD.KEY=VALUE",
         help="a setting of a baseline; may be repeated",
     )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cells at a time, sharing the cores (default 1: times and memory are undisturbed)",
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG + "\n".join(
         f"  {name:10s} {method.label}: {method.about}" for name, method in METHODS.items()
@@ -76,6 +83,7 @@ def do_compare(args: argparse.Namespace) -> Any:
         out=args.out,
         settings=settings,
         progress=progress_of(args),
+        jobs=args.jobs,
     )
     if not args.json:
         print(as_text(found.summary, terminal_width()))

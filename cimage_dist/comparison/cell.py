@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -38,6 +39,7 @@ from cimage_dist.types import Topology
 Result = dict[str, Any]
 T = TypeVar("T")
 _KEPT = ("node", "node_reason", "few_labels", "cluster", "link")
+_HIDING = threading.Lock()  # of the main module, by one thread at a time
 _OF_CONTROLS = (*_KEPT, "width", "hops", "alpha", "of", "chosen_by")
 
 
@@ -198,12 +200,13 @@ def _without_main() -> Iterator[None]:
     """A process spawned now does not run the calling script again: it needs nothing of it, and a
     script without `if __name__ == "__main__"` would start the comparison again there.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _HIDING:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def in_this_process(cell: Cell, quiet: bool, stage: str) -> Result:

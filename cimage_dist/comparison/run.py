@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -77,6 +78,7 @@ def compare(
     settings: Settings | None = None,
     progress: Progress | None = None,
     execute: Execute = in_own_process,
+    jobs: int = 1,
 ) -> Comparison:
     """Train `methods` (None: all that suit the graph) with seeds from run.seed on; score all alike.
 
@@ -84,9 +86,48 @@ def compare(
     (these with `cfg` for everything but the graph). `settings`: {"gae": {"epochs": 50}}. Results
     are one file per cell, compare.json and compare.html in `out` (comparisons/<name>, with held-out
     edges comparisons/<name>-link; below CIMAGE_STORAGE where that is set); the same call again
-    makes what is missing. `execute` runs a cell, by default in a process of its own.
+    makes what is missing. `execute` runs a cell, by default in a process of its own; `jobs` of them
+    at a time share the cores, which makes their times comparable among each other only.
     """
     progress = progress or Progress()
+    prepared = prepare(
+        source, methods, seeds, cfg=cfg, out=out, settings=settings, progress=progress
+    )
+    if OWN not in prepared.names:
+        progress.note(f"no controls: they come with the method {OWN}")
+    results = run_cells(prepared.cells, prepared.folder, progress, execute, jobs)
+    summary = summarise(prepared.facts, prepared.names, results)
+    comparison = Comparison(summary, prepared.folder)
+    artifacts.write_json(comparison.folder / "compare.json", summary)
+    write_compare_page(comparison.page, summary)
+    return comparison
+
+
+class Prepared(NamedTuple):
+    """Cells seed by seed, the methods' names, what the summary says of the graph, and where the
+    results belong.
+    """
+
+    cells: list[Cell]
+    names: list[str]
+    facts: dict[str, Any]
+    folder: Path
+
+
+def prepare(
+    source: Any,
+    methods: Sequence[str] | None,
+    seeds: int,
+    *,
+    cfg: Config | None = None,
+    out: str | Path | None = None,
+    runs: str | Path | None = None,
+    settings: Settings | None = None,
+    progress: Progress,
+) -> Prepared:
+    """All that `compare` checks and reads before anything trains; `runs`: run directories of our
+    method (default: below `out`).
+    """
     if seeds < 1:
         raise UserError(f"The number of seeds must be at least 1; got {seeds}.")
     _check_names(methods or [], settings or {})
@@ -94,19 +135,12 @@ def compare(
     cfg, has_labels = _with_links_or_labels(cfg, ours, progress)
     names = _chosen(methods, ours, has_labels, progress)
     graphs = _Graphs(ours, *((ours, True) if names == [OWN] else make_raw()))
-    folder = Path(os.environ.get("CIMAGE_STORAGE", "")) / (out or _folder(cfg))
-    cells = _cells(cfg, graphs, names, seeds, folder, settings or {}, has_labels)
     if not graphs.is_raw:
         progress.note(AS_STORED)
-    if OWN not in names:
-        progress.note(f"no controls: they come with the method {OWN}")
-    results = _run(cells, folder, progress, execute)
-    facts = _facts(cfg, graphs, cells[0].num_clusters)
-    summary = summarise(facts, names, results)
-    artifacts.write_json(folder / "compare.json", summary)
-    comparison = Comparison(summary, folder)
-    write_compare_page(comparison.page, summary)
-    return comparison
+    folder = Path(os.environ.get("CIMAGE_STORAGE", "")) / (out or _folder(cfg))
+    runs = Path(runs or folder / "runs")
+    cells = _cells(cfg, graphs, names, seeds, runs, settings or {}, has_labels)
+    return Prepared(cells, names, _facts(cfg, graphs, cells[0].num_clusters), folder)
 
 
 def _check_names(methods: Sequence[str], settings: Settings) -> None:
@@ -189,7 +223,7 @@ def _cells(
     graphs: _Graphs,
     names: Sequence[str],
     seeds: int,
-    folder: Path,
+    runs: Path,
     settings: Settings,
     has_labels: bool,
 ) -> list[Cell]:
@@ -203,7 +237,7 @@ def _cells(
     given = {m: registry.settings_of(m, name, task, settings.get(m)) for m in baselines}
     cells = []
     for seed in range(cfg.run.seed, cfg.run.seed + seeds):
-        place = str(folder / "runs" / fingerprint(cfg) / f"seed-{seed}")
+        place = str(runs / fingerprint(cfg) / f"seed-{seed}")
         run = dataclasses.replace(cfg.run, seed=seed, dir=place)
         seeded = dataclasses.replace(cfg, run=run)
         for method in names:
@@ -212,28 +246,47 @@ def _cells(
     return cells
 
 
-def _run(
+def run_cells(
     cells: Sequence[Cell],
     folder: Path,
     progress: Progress,
-    execute: Execute,
+    execute: Execute = in_own_process,
+    jobs: int = 1,
 ) -> list[Result]:
     """Results in the order of the cells; one that failed has its reason under `error`."""
+    if jobs < 1:
+        raise UserError(f"The number of cells at a time must be at least 1; got {jobs}.")
     kept = [finished(cell, folder) for cell in cells]
-    missing = sum(result is None for result in kept)
-    progress.note(f"{len(cells)} cells in {folder}, {missing} to be made")
-    results, made = [], 0
-    for cell, there in zip(cells, kept, strict=True):
-        if there is not None:
-            results.append(there)
-            continue
-        made += 1
+    missing = [at for at, there in enumerate(kept) if there is None]
+    progress.note(f"{len(cells)} cells in {folder}, {len(missing)} to be made")
+
+    def make(done: int, cell: Cell) -> Result:
         stage = f"{cell.method}, seed {cell.seed}"
-        progress.note(f"{stage} ({made} of {missing})")
-        result = _attempt(cell, stage, progress, execute)
+        progress.note(f"{stage} ({done} of {len(missing)})")
+        result = _attempt(_sharing(cell, jobs), stage, progress, execute)
         artifacts.write_json(cell.path(folder), result)
-        results.append(result)
-    return results
+        return result
+
+    if jobs == 1:  # in the calling thread, where a cell may handle signals
+        new = {at: make(done, cells[at]) for done, at in enumerate(missing, 1)}
+    else:
+        with ThreadPoolExecutor(jobs) as pool:
+            made = [pool.submit(make, done, cells[at]) for done, at in enumerate(missing, 1)]
+            try:
+                new = dict(zip(missing, [future.result() for future in made], strict=True))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return [there if there is not None else new[at] for at, there in enumerate(kept)]
+
+
+def _sharing(cell: Cell, jobs: int) -> Cell:
+    """The cell with its share of the cores, where several run at a time."""
+    if jobs == 1 or cell.cfg.resources.threads:
+        return cell
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    resources = dataclasses.replace(cell.cfg.resources, threads=threads)
+    return dataclasses.replace(cell, cfg=dataclasses.replace(cell.cfg, resources=resources))
 
 
 def _attempt(cell: Cell, stage: str, progress: Progress, execute: Execute) -> Result:

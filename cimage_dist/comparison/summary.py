@@ -35,7 +35,7 @@ def summarise(
     failed = [r for r in results if "error" in r]
     done = [r for r in results if "error" not in r]
     groups = {name: [r for r in done if r["method"] == name] for name in names}
-    groups |= _controls(groups.get(OWN, []))
+    groups |= controls_of(groups.get(OWN, []))
     scores = [path for path in SCORES if any(value_at(r, path) is not None for r in done)]
     by = next((path for path in (_FIRST[facts["task"]], *scores) if path in scores), None)
     rows = [_row(name, found, scores) for name, found in groups.items() if found]
@@ -54,7 +54,7 @@ def summarise(
     }
 
 
-def _controls(ours: Sequence[Result]) -> dict[str, list[Result]]:
+def controls_of(ours: Sequence[Result]) -> dict[str, list[Result]]:
     """Scored with every seed of ours."""
     found: dict[str, list[Result]] = {name: [] for name in CONTROLS}
     for result in ours:

@@ -146,6 +146,7 @@ def test_end_to_end_in_processes_of_their_own(cfg, tmp_path):
         out=tmp_path,
         settings=SHORT,
         progress=QUIET,
+        jobs=2,
     )
     assert not found.failed and found.summary["by"] == "node.test"
     rows = rows_of(found.summary)
