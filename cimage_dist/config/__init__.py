@@ -126,6 +126,16 @@ class Config:
             f"model.tail={str(model.tail).lower()} reach {reach}: {effect}. Give {reach} fan-outs."
         )
 
+    def unshared_work(self) -> str | None:
+        """Why more workers would not shorten a step, or None."""
+        if self.resources.num_workers == 1 or self.sampler.fanouts:
+            return None
+        return (
+            "without sampler.fanouts each of the workers encodes the whole graph at every step; "
+            "they share the losses and the labels only. Set sampler.fanouts, e.g. [10,10], or "
+            "resources.num_workers=1."
+        )
+
 
 # Keys that do not change what is trained (where things are, what is scored afterwards): they leave
 # the fingerprint alone.

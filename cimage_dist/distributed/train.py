@@ -26,6 +26,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config, run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.store import Graph
 from cimage_dist.distributed.follow import Follower, _in_a_thread, _signals_to, stop_file
 from cimage_dist.distributed.session import check_storage, start_ray, uses_gpu
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
@@ -254,26 +255,33 @@ def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
     cfg = absolute(cfg)
     graph = open_graph(cfg.data)
     with stages.summarised(cfg, graph) as outcome:
-        start_ray(cfg)
-        if len([node for node in ray.nodes() if node["Alive"]]) > 1:
-            check_storage(outcome.run.root)
-        res = cfg.resources
-        workers = (
-            f"{res.min_workers} to {res.num_workers}"
-            if 0 < res.min_workers < res.num_workers
-            else str(res.num_workers)
-        )
-        progress.note(f"training on {workers} Ray workers into {outcome.run.root}")
-        stages.announce(cfg, graph, progress)
-        follower = Follower(outcome.run, progress)
-        follower.start()
-        try:
-            with _signals_to(outcome.run):
-                _fit(cfg, outcome.run)
-        finally:
-            follower.is_done.set()
-            follower.join()
+        if outcome.is_finished:
+            progress.note(f"{outcome.run.root} is finished; nothing was started")
+        else:
+            _train_on_ray(cfg, graph, outcome.run, progress)
     return outcome.summary
+
+
+def _train_on_ray(cfg: Config, graph: Graph, run: RunDir, progress: Progress) -> None:
+    start_ray(cfg)
+    if len([node for node in ray.nodes() if node["Alive"]]) > 1:
+        check_storage(run.root)
+    res = cfg.resources
+    workers = (
+        f"{res.min_workers} to {res.num_workers}"
+        if 0 < res.min_workers < res.num_workers
+        else str(res.num_workers)
+    )
+    progress.note(f"training on {workers} Ray workers into {run.root}")
+    stages.announce(cfg, graph, progress)
+    follower = Follower(run, progress)
+    follower.start()
+    try:
+        with _signals_to(run):
+            _fit(cfg, run)
+    finally:
+        follower.is_done.set()
+        follower.join()
 
 
 def scaling(cfg: Config) -> Any:

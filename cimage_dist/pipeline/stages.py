@@ -193,11 +193,16 @@ def save_splits(run: RunDir, cfg: Config, graph: Graph, links: LinkSplit | None)
 class Outcome:
     """A run directory made ready, and after training the summary of what happened."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, epochs: int) -> None:
         self.run = run
         newest = checkpoint.load_latest(run.checkpoints)
         self.first_step = newest.step if newest else 0
         self.summary: dict[str, Any] = {}
+        known = {}
+        with suppress(UserError):  # absent, or damaged: written again when training is over
+            known = artifacts.read_json(run.summary, "the summary")
+        # A run with more epochs, or whose newest checkpoints are gone, is not over.
+        self.is_finished = (known.get("epochs"), known.get("steps")) == (epochs, self.first_step)
 
 
 @contextmanager
@@ -210,7 +215,7 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
     try:
         topology, links = training_graph(graph, cfg.data, cfg.run.seed)
         save_splits(run, cfg, graph, links)
-        outcome = Outcome(run)
+        outcome = Outcome(run, cfg.train.epochs)
         began = time.perf_counter()
         yield outcome
     except UserError:
@@ -222,6 +227,7 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
     outcome.summary = {
         "run_dir": str(run.root),
         "fingerprint": fingerprint(cfg),
+        "epochs": cfg.train.epochs,
         "steps": saved.step,
         "steps_now": saved.step - outcome.first_step,
         "seconds": round(time.perf_counter() - began, 2),
@@ -246,6 +252,8 @@ def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
     scored.
     """
     progress.note(f"objective: {describe_objective(cfg)}")
+    if reason := cfg.unshared_work():
+        progress.note(f"warning: {reason}")
     if reason := why_unvalidated(cfg, graph):
         progress.note(reason)
 

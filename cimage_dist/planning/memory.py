@@ -111,11 +111,8 @@ def advice(cfg: Config, size: GraphSize) -> list[str]:
             f"resources.min_workers={cfg.resources.min_workers:,}."
         )
     sampler, world, clusters = cfg.sampler, cfg.resources.num_workers, num_clusters(cfg, size)
-    if not sampler.fanouts and world > 1:
-        found.append(
-            "Full-graph training gives the same numbers on every number of workers, but no "
-            "speed: set sampler.fanouts to share out the work."
-        )
+    if reason := cfg.unshared_work():
+        found.append(reason[0].upper() + reason[1:])
     if sampler.fanouts and sampler.batch_edges % world:
         found.append(
             f"sampler.batch_edges={sampler.batch_edges:,} is no multiple of {world:,} workers: "
