@@ -9,13 +9,14 @@ PYTEST_ARGS ?=
 # The default tests run in this many processes, a file at a time; the slow ones start clusters and run alone.
 TEST_PROCESSES ?= 2
 
-.PHONY: help demo test test-slow test-gpu style check k8s-check k8s-example clean
+.PHONY: help demo test test-slow test-gpu docs style check k8s-check k8s-example clean
 
 help:
 	@echo "make demo       install and pre-train, embed, evaluate a small generated graph"
 	@echo "make test       install and run the default tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need CUDA"
+	@echo "make docs       build the site of docs/ into site/; no warning is allowed"
 	@echo "make style      format and fix"
 	@echo "make check      lint and type-check"
 	@echo "make k8s-check  build every overlay with kubectl kustomize, check schemas and rules"
@@ -42,6 +43,10 @@ test-slow: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
+# The variable silences the theme's advertisement of its successor.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 style: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -60,4 +65,4 @@ k8s-example:
 	  kubectl kustomize k8s/overlays/cpu-small/rayjob-pretrain) > k8s/example.yaml
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

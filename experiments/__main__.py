@@ -43,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
         help="print which tables exist and what they still need; run nothing",
     )
     found.add_argument(
-        "--render", action="store_true", help="only write docs/RESULTS.md from the existing results"
+        "--render",
+        action="store_true",
+        help="only write docs/RESULTS.md and the headline and figure of README.md from the existing results",
     )
     found.add_argument(
         "--page", action="store_true", help="only write report.html with charts beside the results"

@@ -1,4 +1,6 @@
-"""docs/RESULTS.md: what the tables say, then the tables, between two marks."""
+"""docs/RESULTS.md: what the tables say, then the tables, between two marks; the front page's part
+of it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 from cimage_dist.eval.statistics import CONTROLS
 from cimage_dist.io import artifacts
 from experiments.field import load_fields, render_field
+from experiments.figure import gain_svg
 from experiments.render import render_table
 from experiments.spec import Table
 from experiments.verdict import HOW_TO_READ, gains, summary, verdict
@@ -15,6 +18,7 @@ from experiments.verdict import HOW_TO_READ, gains, summary, verdict
 BEGIN, END = "<!-- bench: begin (python -m experiments --render) -->", "<!-- bench: end -->"
 HEADLINE_BEGIN = "<!-- headline: begin (python -m experiments --render) -->"
 HEADLINE_END = "<!-- headline: end -->"
+FIGURE = "figures/gain.svg"  # beside the document
 _HEAD = (
     "### What the tables say",
     "",
@@ -60,7 +64,9 @@ def _between(text: str, begin: str, end: str, made: str) -> str:
 
 
 def render_document(path: Path, tables: Sequence[Table], results: Path) -> None:
-    """Replace the generated parts: of the document, and the headline of a README above it."""
+    """Replace the generated parts: of the document, and the headline of a README above it with its
+    figure.
+    """
     artifacts.write_text(path, _between(path.read_text(), BEGIN, END, document(tables, results)))
     readme = path.parent.parent / "README.md"
     if readme.is_file() and HEADLINE_BEGIN in readme.read_text():
@@ -68,3 +74,4 @@ def render_document(path: Path, tables: Sequence[Table], results: Path) -> None:
         artifacts.write_text(
             readme, _between(readme.read_text(), HEADLINE_BEGIN, HEADLINE_END, made)
         )
+        artifacts.write_text(path.parent / FIGURE, gain_svg(tables, results))
