@@ -108,7 +108,7 @@ def test_a_wrong_table_is_refused_before_anything_runs(project, changes, said):
 def test_shipped_tables_load(monkeypatch):
     monkeypatch.chdir(ROOT)
     tables = load_tables(Path("experiments/tables"))
-    assert [t.name for t in tables][:3] == ["node", "link", "ten"]
+    assert [t.name for t in tables][:4] == ["node", "link", "link_parts", "ten"]
     by_name = {t.name: t for t in tables}
     same = next(
         c
