@@ -24,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 
 from cimage_dist.errors import UserError
-from cimage_dist.sampling.csr_sampler import Engine, resolve_engine
 from cimage_dist.sampling.loader import BatchSource
 from cimage_dist.sampling.sampler import NeighbourSampler
 
@@ -117,20 +116,13 @@ def main() -> None:
     rng = np.random.default_rng(1)
     seeds = rng.integers(0, args.nodes, (args.rounds + 2, args.batch))
     samplers: dict[str, NeighbourSampler] = {}
-    engines: list[Engine] = ["numba", "numpy"] if resolve_engine() == "numba" else ["numpy"]
-    for engine in engines:
-        samplers[f"csr ({engine})"] = NeighbourSampler(
-            indptr, indices, args.fanouts, seed=0, backend="csr", engine=engine
-        )
-    for backend in ("pyg-lib", "torch-sparse"):
+    for backend in ("csr", "pyg-lib", "torch-sparse"):
         try:
-            samplers[backend] = NeighbourSampler(
-                indptr, indices, args.fanouts, seed=0, backend=backend
-            )
+            samplers[backend] = NeighbourSampler(indptr, indices, args.fanouts, backend=backend)
         except UserError:
             print(f"{backend}: not installed, left out")
-    sizes = samplers[f"csr ({engines[0]})"].sample(seeds[0], 0)
-    print(f"first batch: {len(sizes.node_gid)} nodes, {len(sizes.src)} messages")
+    first = samplers["csr"].sample(seeds[0], 0)
+    print(f"first batch: {first.x.shape[0]} nodes, {len(first.edges.src)} messages")
 
     def sampling(one: NeighbourSampler) -> Callable[[int], object]:
         return lambda i: one.sample(seeds[i], i)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.config import ModelConfig
-from cimage_dist.nn.features import Features, dropout, project_rows
-from cimage_dist.nn.messages import Hops, gcn_smooth
+from cimage_dist.nn.features import dropout, project_rows
+from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.nn.norm import make_norm
 from cimage_dist.nn.propagate import propagate
 from cimage_dist.nn.routing import normalize_factors, route
-from cimage_dist.types import EdgeList, FeatureMoments
+from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops
 
 
 class Encoding(NamedTuple):

@@ -62,7 +62,7 @@ def route(
     ranges).
     """
     if use_fused(x_NKC, backend):
-        edges, rows = edges.by_target(), range(x_NKC.shape[0])[targets or slice(None)]
+        edges, rows = edges.by_target, range(x_NKC.shape[0])[targets or slice(None)]
         indptr, is_self, is_full = edges.pointers(len(rows)), init == "self", grad == "full"
         q_TKC: Tensor = route_op(
             x_NKC,

@@ -287,7 +287,7 @@ def test_messages_in_any_order():
     case = make(20, 20, 100, 4, 4, seed=11, is_weighted=True)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
     edges = EdgeList(case.edges.src[order], case.edges.dst[order], 20, case.edges.weight[order])
-    assert case.edges.by_target() is case.edges
+    assert case.edges.by_target is case.edges
     got, want = (route(case.x, each, 3, backend="fused") for each in (edges, case.edges))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
