@@ -4,9 +4,8 @@ machine hits all of them alike.
     python benchmarks/sampling.py [--nodes 200000] [--degree 15] [--fanouts 15 10] [--batch 1024]
     [--rounds 20] [--threads 1]
 
-Prints hardware, versions, median wall and CPU milliseconds, and ratios to `csr` with numba (else
-numpy). The second table is the whole data path of one step: seed edges, negatives, hidden edges,
-subgraph.
+Prints hardware, versions, median wall and CPU milliseconds, and ratios to `csr`. The second table
+is the whole data path of one step: seed edges, negatives, hidden edges, subgraph.
 """
 
 from __future__ import annotations
