@@ -25,7 +25,7 @@ import torch
 from hardware import best_seconds, cache_gbytes, facts, headline, memory_gbytes, peak_gflops
 
 from cimage_dist.io.environment import keep_freed_memory
-from cimage_dist.nn.routing import route
+from cimage_dist.nn.routing import RoutingConv
 from cimage_dist.types import EdgeList
 
 # nodes, directed messages, factors, channels, iterations, forms
@@ -63,9 +63,9 @@ def both_ways(
     form: Any,
     layers: int = 1,
 ) -> torch.Tensor:
-    out = x = x.requires_grad_()
+    out, conv = x.requires_grad_(), RoutingConv(x.shape[1], iterations, backend=form)
     for _ in range(layers):
-        out = route(out, edges, iterations, backend=form)
+        out = conv.route(out, edges)
     return torch.autograd.grad(out, x, grad)[0]
 
 
@@ -74,7 +74,8 @@ def time_case(name: str, form: Any) -> dict[str, float]:
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     repeats = 10 if name == "cora" else 3
     with torch.no_grad():
-        forward = best_seconds(lambda: route(x, edges, iterations, backend=form), repeats)
+        conv = RoutingConv(x.shape[1], iterations, backend=form)
+        forward = best_seconds(lambda: conv.route(x, edges), repeats)
     return {
         "forward_s": forward,
         "both_s": best_seconds(lambda: both_ways(x, grad, edges, iterations, form), repeats),

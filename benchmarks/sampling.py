@@ -4,9 +4,8 @@ machine hits all of them alike.
     python benchmarks/sampling.py [--nodes 200000] [--degree 15] [--fanouts 15 10] [--batch 1024]
     [--rounds 20] [--threads 1]
 
-Prints hardware, versions, median wall and CPU milliseconds, and ratios to `csr` with numba (else
-numpy). The second table is the whole data path of one step: seed edges, negatives, hidden edges,
-subgraph.
+Prints hardware, versions, median wall and CPU milliseconds, and ratios to `csr`. The second table
+is the whole data path of one step: seed edges, negatives, hidden edges, subgraph.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from cimage_dist.errors import UserError
-from cimage_dist.sampling.csr_sampler import Engine, resolve_engine
 from cimage_dist.sampling.loader import BatchSource
 from cimage_dist.sampling.sampler import NeighbourSampler
 
@@ -117,20 +115,13 @@ def main() -> None:
     rng = np.random.default_rng(1)
     seeds = rng.integers(0, args.nodes, (args.rounds + 2, args.batch))
     samplers: dict[str, NeighbourSampler] = {}
-    engines: list[Engine] = ["numba", "numpy"] if resolve_engine() == "numba" else ["numpy"]
-    for engine in engines:
-        samplers[f"csr ({engine})"] = NeighbourSampler(
-            indptr, indices, args.fanouts, seed=0, backend="csr", engine=engine
-        )
-    for backend in ("pyg-lib", "torch-sparse"):
+    for backend in ("csr", "pyg-lib", "torch-sparse"):
         try:
-            samplers[backend] = NeighbourSampler(
-                indptr, indices, args.fanouts, seed=0, backend=backend
-            )
+            samplers[backend] = NeighbourSampler(indptr, indices, args.fanouts, backend=backend)
         except UserError:
             print(f"{backend}: not installed, left out")
-    sizes = samplers[f"csr ({engines[0]})"].sample(seeds[0], 0)
-    print(f"first batch: {len(sizes.node_gid)} nodes, {len(sizes.src)} messages")
+    first = samplers["csr"].sample(seeds[0], 0)
+    print(f"first batch: {first.x.shape[0]} nodes, {len(first.edges.src)} messages")
 
     def sampling(one: NeighbourSampler) -> Callable[[int], object]:
         return lambda i: one.sample(seeds[i], i)

@@ -330,7 +330,7 @@ def measure_sampling() -> float:
         hide_rate=cfg.sampler.hide_rate,
         backend="csr",
     )
-    messages = sum(source[0].edges_per_hop)
+    messages = source[0].edges.src.numel()
     return cpu_seconds(lambda: source[0]) / messages
 
 

@@ -19,6 +19,7 @@ _HOME = {
     "Pretrainer": "cimage_dist.api",
     "evaluate": "cimage_dist.api",
     "compare": "cimage_dist.comparison.run",
+    "RoutingConv": "cimage_dist.nn.routing",
     "UserError": "cimage_dist.errors",
     "Clusterer": "cimage_dist.registry",
     "LossInputs": "cimage_dist.registry",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from cimage_dist.data.ingest import open_graph
     from cimage_dist.data.store import Graph
     from cimage_dist.errors import UserError
+    from cimage_dist.nn.routing import RoutingConv
     from cimage_dist.registry import (
         Clusterer,
         LossInputs,
@@ -47,6 +49,7 @@ __all__ = [
     "Graph",
     "LossInputs",
     "Pretrainer",
+    "RoutingConv",
     "UserError",
     "__version__",
     "compare",

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
+
+
+def _map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `fn` applied to every tensor of it and of the records inside."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(
+        value, **{f.name: _map_tensors(getattr(value, f.name), fn) for f in fields(value)}
+    )
 
 
 @dataclass(frozen=True)
@@ -57,34 +69,124 @@ class EdgeList:
     weight: Tensor | None = None
     degree: Tensor | None = None
 
+    @cached_property
     def by_target(self) -> EdgeList:
         """The same messages sorted by target; itself where they are. Kept, as every layer asks."""
-        kept: EdgeList | None = self.__dict__.get("_sorted")
-        if kept is None:
-            kept = self
-            if bool((self.dst[1:] < self.dst[:-1]).any()):
-                order = self.dst.argsort(stable=True)
-                weight = None if self.weight is None else self.weight[order]
-                kept = EdgeList(
-                    self.src[order], self.dst[order], self.num_nodes, weight, self.degree
-                )
-            self.__dict__["_sorted"] = kept
-        return kept
+        if not bool((self.dst[1:] < self.dst[:-1]).any()):
+            return self
+        order = self.dst.argsort(stable=True)
+        weight = None if self.weight is None else self.weight[order]
+        return replace(self, src=self.src[order], dst=self.dst[order], weight=weight)
+
+    @cached_property
+    def _pointers(self) -> dict[int, Tensor]:
+        return {}
 
     def pointers(self, num_targets: int) -> Tensor:
         """int64 [T+1]: the messages into target v are pointers[v] .. pointers[v+1], once sorted by
         target. Kept, as every layer asks.
         """
-        kept: dict[int, Tensor] = self.__dict__.setdefault("_pointers", {})
-        if num_targets not in kept:
-            kept[num_targets] = torch.searchsorted(
-                self.dst, torch.arange(num_targets + 1, device=self.dst.device)
-            )
-        return kept[num_targets]
+        if num_targets not in self._pointers:
+            every = torch.arange(num_targets + 1, device=self.dst.device)
+            self._pointers[num_targets] = torch.searchsorted(self.dst, every)
+        return self._pointers[num_targets]
 
-    def to(self, device: torch.device) -> EdgeList:
-        weight, degree = (None if t is None else t.to(device) for t in (self.weight, self.degree))
-        return EdgeList(self.src.to(device), self.dst.to(device), self.num_nodes, weight, degree)
+    def to(self, device: torch.device) -> Self:
+        moved: Self = _map_tensors(self, lambda tensor: tensor.to(device))
+        return moved
+
+
+class Hops(NamedTuple):
+    """A sampled subgraph in order: the number of seeds, of new nodes of each hop, and of messages
+    into the seeds, the first hop, ...
+    """
+
+    nodes: tuple[int, ...]
+    messages: tuple[int, ...]
+
+    def within(self, edges: EdgeList, depth: int) -> tuple[EdgeList, slice]:
+        """The messages into nodes at most `depth` hops from a seed, and the rows of those nodes:
+        prefixes of both.
+        """
+        end = sum(self.messages[: depth + 1])
+        weight = None if edges.weight is None else edges.weight[:end]
+        near = replace(edges, src=edges.src[:end], dst=edges.dst[:end], weight=weight)
+        return near, slice(0, sum(self.nodes[: depth + 1]))
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """The non-zero entries of a matrix [N, F], row by row: `row` and `column` int64 [Z], `value`
+    [Z].
+    """
+
+    row: Tensor
+    column: Tensor
+    value: Tensor
+    shape: tuple[int, int]
+
+    @property
+    def device(self) -> torch.device:
+        return self.value.device
+
+    def to(self, dtype: torch.dtype) -> SparseRows:
+        return replace(self, value=self.value.to(dtype))
+
+
+Features: TypeAlias = Tensor | SparseRows
+
+
+@dataclass(frozen=True)
+class View:
+    """What the encoder sees: the whole graph, or the sampled neighbourhoods of some nodes. n nodes.
+
+    x [n, F]; `edges`: messages between rows of x. `nodes` int64 [s]: the rows asked for, in the
+    order asked for, repeats included. `hops`: the order of a sampled subgraph, whose seeds are all
+    nodes that the losses look at. `gids` int64 [n]: global ids of the rows; None: row i is node i.
+    """
+
+    x: Features
+    edges: EdgeList
+    nodes: Tensor
+    hops: Hops | None = None
+    gids: Tensor | None = None
+
+    @property
+    def node_gids(self) -> Tensor:
+        """Global ids of `nodes`."""
+        return self.nodes if self.gids is None else self.gids[self.nodes]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        moved: Self = _map_tensors(self, lambda x: x.to(device, non_blocking=non_blocking))
+        return moved
+
+    def pin_memory(self) -> Self:
+        """Page-locked tensors, for asynchronous copies to a GPU; called by torch's DataLoader."""
+        pinned: Self = _map_tensors(self, lambda x: x.pin_memory())
+        return pinned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(View):
+    """This rank's share of the global batch of a step; counts are global. `nodes`: whose factors
+    are reconstructed. A share may be empty.
+
+    `pairs` int64 [p+q, 2], rows of x: p positives, then q non-edges, with `weight` float32 [p+q],
+    0 for padding (None: all 1); `node_weight` [s] likewise. global_pos, global_neg, global_nodes:
+    sums of those weights over all ranks, by which losses are divided. `modularity`: edges of the
+    full-graph form of the clustering loss, or None for the form that uses the positives. `second`:
+    another view of `nodes`, for the redundancy loss.
+    """
+
+    pairs: Tensor
+    num_pos: int
+    weight: Tensor | None = None
+    node_weight: Tensor | None = None
+    modularity: EdgeList | None = None
+    global_pos: float
+    global_neg: float
+    global_nodes: float
+    second: View | None = None
 
 
 @dataclass(frozen=True)
@@ -141,79 +243,6 @@ class Mean:
     def value(self) -> Tensor:
         """total / count; an empty mean is 0, still attached to the autograd graph."""
         return self.total / (self.count or 1)
-
-
-@dataclass(frozen=True)
-class SampledView:
-    """A second, independent neighbourhood of a batch's positives; fields as in SampledBatch, `pos`
-    in this view's local ids."""
-
-    node_gid: Tensor
-    edges: EdgeList
-    degree: Tensor
-    nodes_per_hop: tuple[int, ...]
-    edges_per_hop: tuple[int, ...]
-    pos: Tensor
-    x: Tensor | None = None
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledView:
-        tensors: dict[str, Any] = {
-            name: fn(getattr(self, name)) for name in ("node_gid", "degree", "pos")
-        }
-        x = None if self.x is None else fn(self.x)
-        return replace(self, edges=_map_edges(self.edges, fn), x=x, **tensors)
-
-
-def _map_edges(edges: EdgeList, fn: Callable[[Tensor], Tensor]) -> EdgeList:
-    weight, degree = (None if t is None else fn(t) for t in (edges.weight, edges.degree))
-    return EdgeList(fn(edges.src), fn(edges.dst), edges.num_nodes, weight, degree)
-
-
-@dataclass(frozen=True)
-class SampledBatch:
-    """This rank's part of the global batch of a step, with the neighbourhood needed to encode it. n
-    nodes, b positives, c negatives.
-
-    node_gid int64 [n]: seeds (endpoints of the pairs) first, then hop by hop. edges: messages in
-    local ids (bid), used by every routing layer; weight None where all are 1. degree float32 [n]:
-    visible degree, of nodes without messages here too. nodes_per_hop: seeds, then new nodes of each
-    hop; edges_per_hop: messages into the seeds, into the first hop, and so on. pos int64 [b, 2],
-    neg int64 [c, 2]: pairs in local ids, with float32 weights, 0 for padding. global_pos,
-    global_neg: sums of those weights over all ranks, the counts by which losses are divided. b, c
-    and n may be 0 on a rank. x [n, F]: features of the nodes in the store's own type, where the
-    source was given them. `second`: the same positives seen again, where two views are asked for.
-    """
-
-    step: int
-    node_gid: Tensor
-    edges: EdgeList
-    degree: Tensor
-    nodes_per_hop: tuple[int, ...]
-    edges_per_hop: tuple[int, ...]
-    pos: Tensor
-    pos_weight: Tensor
-    neg: Tensor
-    neg_weight: Tensor
-    global_pos: float
-    global_neg: float
-    x: Tensor | None = None
-    second: SampledView | None = None
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> SampledBatch:
-        x = None if self.x is None else fn(self.x)
-        second = None if self.second is None else self.second._map(fn)
-        tensors: dict[str, Any] = {
-            name: fn(getattr(self, name))
-            for name in ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")
-        }
-        return replace(self, edges=_map_edges(self.edges, fn), x=x, second=second, **tensors)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> SampledBatch:
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> SampledBatch:
-        """Page-locked tensors, for asynchronous copies to a GPU; called by torch's DataLoader."""
-        return self._map(lambda x: x.pin_memory())
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ ALLOWED |= {"distributed": EVERYTHING, "cli": EVERYTHING | {"distributed"}, "__m
 CONFINED = {
     "ray": {"distributed"},
     "omegaconf": {"config", "config_loading"},
-    "torch_geometric": {"baselines", "data", "nn", "sampling"},
+    "torch_geometric": {"baselines", "data", "nn"},
 }
 
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.config import ModelConfig
-from cimage_dist.nn.features import Features, dropout, project_rows
-from cimage_dist.nn.messages import Hops, gcn_smooth
+from cimage_dist.nn.features import dropout, project_rows
+from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.nn.norm import make_norm
 from cimage_dist.nn.propagate import propagate
-from cimage_dist.nn.routing import normalize_factors, route
-from cimage_dist.types import EdgeList, FeatureMoments
+from cimage_dist.nn.routing import RoutingConv, normalize_factors
+from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops
 
 
 class Encoding(NamedTuple):
@@ -70,6 +70,7 @@ class Encoder(nn.Module):
         self.linear = nn.Linear(num_features, cfg.hidden or width)
         self.norm = make_norm(norm, self.linear, cfg.dropout, moments)
         self.output = nn.Linear(cfg.hidden, width) if cfg.hidden else None
+        self.routing = self._make_routing()
         # Weights alone must tell how far they reach where the graph decided it. Bits of a double,
         # since a change of the weights' type must not round it.
         alpha = torch.tensor([cfg.teleport], dtype=torch.float64).view(torch.int64)
@@ -81,6 +82,19 @@ class Encoder(nn.Module):
         """
         layers, alpha = decode_reach(self.reach)
         self.cfg = dataclasses.replace(self.cfg, num_layers=layers, teleport=alpha)
+        self.routing = self._make_routing()
+
+    def _make_routing(self) -> RoutingConv:
+        cfg = self.cfg
+        return RoutingConv(
+            cfg.num_factors,
+            cfg.routing_iterations,
+            cfg.routing_temperature,
+            init=cfg.routing_init,
+            final_norm=cfg.routing_final_norm or self.alpha > 0,
+            grad=cfg.routing_grad,
+            backend=cfg.routing_backend,
+        )
 
     @property
     def alpha(self) -> float:
@@ -124,18 +138,7 @@ class Encoder(nn.Module):
         if cfg.propagation == "gcn":
             out = gcn_smooth(x_NKC, edges, degree, targets)
         else:
-            out = route(
-                x_NKC,
-                edges,
-                cfg.routing_iterations,
-                cfg.routing_temperature,
-                cfg.routing_init,
-                cfg.routing_final_norm or self.alpha > 0,
-                cfg.routing_grad,
-                targets,
-                cfg.routing_backend,
-                is_unit,
-            )
+            out = self.routing.route(x_NKC, edges, targets, is_unit)
         if self.alpha == 0:
             return out
         assert start_TKC is not None

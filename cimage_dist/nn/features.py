@@ -9,8 +9,8 @@ Shapes: N nodes, F features, D outputs, Z non-zero entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.types import Features, SparseRows
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
@@ -50,28 +51,6 @@ class _Dropout(torch.autograd.Function):
 
 
 _SPARSE_BELOW = 0.1  # share of non-zeros; above it the dense product is faster on a CPU
-
-
-@dataclass(frozen=True)
-class SparseRows:
-    """The non-zero entries of a matrix [N, F], row by row: `row` and `column` int64 [Z], `value`
-    [Z].
-    """
-
-    row: Tensor
-    column: Tensor
-    value: Tensor
-    shape: tuple[int, int]
-
-    @property
-    def device(self) -> torch.device:
-        return self.value.device
-
-    def to(self, dtype: torch.dtype) -> SparseRows:
-        return replace(self, value=self.value.to(dtype))
-
-
-Features: TypeAlias = Tensor | SparseRows
 
 
 def compact(x_NF: Tensor) -> Features:

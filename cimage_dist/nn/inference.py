@@ -14,11 +14,10 @@ from torch import Tensor
 
 from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
-from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.nn.propagate import propagate
 from cimage_dist.nn.routing import normalize_factors, use_fused
-from cimage_dist.types import EdgeList, Topology
+from cimage_dist.types import EdgeList, Features, Topology
 
 # Gathered floats per range: 2^24 is 64 MB a copy; a few copies are alive at once.
 MAX_FLOATS = 1 << 24

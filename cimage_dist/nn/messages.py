@@ -1,5 +1,4 @@
-"""Sums along messages, and which messages a layer needs. Nothing of size messages x width is made
-or kept.
+"""Sums along messages. Nothing of size messages x width is made or kept.
 
 Shapes: N nodes, T targets (a prefix or range of them), E directed messages src -> dst, D numbers
 per row.
@@ -9,7 +8,7 @@ One parameter-free graph-convolutional smoothing, and its weights.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,25 +18,6 @@ from cimage_dist.types import EdgeList
 _CHUNK_FLOATS = (
     1 << 22
 )  # gathered at a time where the compiled loops do not apply: 16 MB in single precision
-
-
-class Hops(NamedTuple):
-    """A sampled subgraph in order: the number of seeds, of new nodes of each hop, and of messages
-    into the seeds, the first hop, ...
-    """
-
-    nodes: tuple[int, ...]
-    messages: tuple[int, ...]
-
-    def within(self, edges: EdgeList, depth: int) -> tuple[EdgeList, slice]:
-        """The messages into nodes at most `depth` hops from a seed, and the rows of those nodes:
-        prefixes of both.
-        """
-        end = sum(self.messages[: depth + 1])
-        weight = None if edges.weight is None else edges.weight[:end]
-        return EdgeList(
-            edges.src[:end], edges.dst[:end], edges.num_nodes, weight, edges.degree
-        ), slice(0, sum(self.nodes[: depth + 1]))
 
 
 def weighted_sum(

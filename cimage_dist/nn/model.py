@@ -7,7 +7,7 @@ parameter.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.config import Config, ModelConfig
 from cimage_dist.nn.encoder import Encoder, decode_reach, start_from_pca
-from cimage_dist.nn.features import Features, dropout
-from cimage_dist.nn.messages import Hops
-from cimage_dist.types import EdgeList, FeatureMoments
+from cimage_dist.nn.features import dropout
+from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops, View
 
 
 class FactorDecoder(nn.Module):
@@ -63,17 +62,6 @@ class StructureDecoder(nn.Module):
         for layer in self.layers[:-1]:
             x = torch.relu(layer(dropout(x, self.dropout, self.training)))
         return cast(Tensor, self.layers[-1](x)).squeeze(-1)
-
-
-@dataclass(frozen=True)
-class View:
-    """What the encoder sees of the batch in its second view. `nodes` int64 [n]: rows that stand for
-    the same nodes, in the same order, as the batch's own `nodes`."""
-
-    x: Features
-    edges: EdgeList
-    nodes: Tensor
-    hops: Hops | None = None
 
 
 class ModelOutput(NamedTuple):

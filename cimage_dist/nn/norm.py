@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cimage_dist.nn.features import Features, project_rows
-from cimage_dist.types import FeatureMoments
+from cimage_dist.nn.features import project_rows
+from cimage_dist.types import FeatureMoments, Features
 
 
 class MomentsNorm(nn.Module):

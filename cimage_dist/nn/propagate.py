@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cimage_dist.nn.messages import Grouped, Hops, add_weighted, gcn_weights
-from cimage_dist.types import EdgeList
+from cimage_dist.nn.messages import Grouped, add_weighted, gcn_weights
+from cimage_dist.types import EdgeList, Hops
 
 
 class _Step(NamedTuple):

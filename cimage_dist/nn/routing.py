@@ -10,13 +10,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cimage_dist.errors import UserError
-from cimage_dist.nn.kernels.routing_op import is_fused, route_op
+from cimage_dist.nn.kernels.routing_op import EPS, Routing, is_fused, route_op
 from cimage_dist.types import EdgeList
-
-EPS = 1e-12
 
 Backend = Literal["auto", "fused", "reference"]
 
@@ -38,51 +36,6 @@ def use_fused(x: Tensor, backend: Backend) -> bool:
     return backend != "reference" and is_fused(x)
 
 
-def route(
-    x_NKC: Tensor,
-    edges: EdgeList,
-    iterations: int,
-    temperature: float = 1.0,
-    init: Literal["uniform", "self"] = "uniform",
-    final_norm: bool = False,
-    grad: Literal["full", "last"] = "full",
-    targets: slice | None = None,
-    backend: Backend = "auto",
-    is_unit: bool = False,
-) -> Tensor:
-    """One routing layer (§4.4; DisenGCN's form, with the target's centre in the softmax):
-
-        l = x / ‖x‖;  p⁰ = 1/K  (init="self": p⁰ from q = l, as the paper has it)
-        repeat T times:  q = l + Σ_u w·p·l[u];  normalise q except after the last;  p =
-        softmax_k(<l[u], q[v]> / τ)
-
-    grad="last" takes p for a constant and differentiates the final aggregation only.
-    `targets` restricts the result to a range of rows; `edges.dst` then counts from its start,
-    `edges.src` stays global. `is_unit`: the factors of x are normalised already (done once for all
-    ranges).
-    """
-    if use_fused(x_NKC, backend):
-        edges, rows = edges.by_target(), range(x_NKC.shape[0])[targets or slice(None)]
-        indptr, is_self, is_full = edges.pointers(len(rows)), init == "self", grad == "full"
-        q_TKC: Tensor = route_op(
-            x_NKC,
-            rows.start,
-            indptr,
-            edges.src,
-            edges.weight,
-            iterations,
-            temperature,
-            is_self,
-            is_full,
-            not is_unit,
-        )
-    else:
-        l_NKC = x_NKC if is_unit else normalize_factors(x_NKC)
-        l_TKC = l_NKC if targets is None else l_NKC[targets]
-        q_TKC = reference_route(l_TKC, l_NKC, edges, iterations, temperature, init, grad)
-    return normalize_factors(q_TKC) if final_norm else q_TKC
-
-
 def assignments(l_EKC: Tensor, q_TKC: Tensor, dst: Tensor, temperature: float) -> Tensor:
     """p[v,u,:] = softmax over k of <l[u,k], q[v,k]> / τ for every message u -> v; [E, K], rows sum
     to 1 (§4.4).
@@ -90,32 +43,121 @@ def assignments(l_EKC: Tensor, q_TKC: Tensor, dst: Tensor, temperature: float) -
     return torch.softmax((l_EKC * q_TKC.index_select(0, dst)).sum(-1) / temperature, dim=-1)
 
 
-def reference_route(
-    l_TKC: Tensor,
-    l_NKC: Tensor,
-    edges: EdgeList,
-    iterations: int,
-    temperature: float,
-    init: Literal["uniform", "self"],
-    grad: Literal["full", "last"],
-) -> Tensor:
-    """The same in plain tensor operations on unit rows: the oracle for the fused backends, and the
-    form for devices without one.
+class RoutingConv(nn.Module):
+    """One layer of neighbourhood routing (METHOD.md §4.4; DisenGCN's form, with the target's centre
+    in the softmax). No weights.
 
-    Keeps tensors of E·K·C numbers, with grad="full" several for each iteration.
+        l = x / ‖x‖ per factor;  p⁰ = 1/K  (init="self": p⁰ from q = l, as the paper has it)
+        repeat T times:  q = l + Σ_u w·p·l[u];  normalise q except after the last;
+                         p = softmax_k(<l[u], q[v]> / τ)
+
+    K `num_factors`, T `iterations`, τ `temperature`; `final_norm` normalises the last q as well;
+    grad="last" takes p for a constant and differentiates the final aggregation only; `backend`
+    "auto" takes the compiled loops where there are any, "reference" plain tensor operations.
+
+        conv = RoutingConv(num_factors=8)
+        h = conv(x, edge_index)  # x [N, 8·C] -> [N, 8·C]
     """
-    l_EKC = l_NKC.index_select(0, edges.src)
-    weight = None if edges.weight is None else edges.weight.unsqueeze(-1).to(l_NKC.dtype)
 
-    def aggregate(p_EK: Tensor) -> Tensor:
-        scaled = p_EK if weight is None else p_EK * weight
-        return l_TKC.index_add(0, edges.dst, scaled.unsqueeze(-1) * l_EKC)
+    def __init__(
+        self,
+        num_factors: int,
+        iterations: int = 4,
+        temperature: float = 1.0,
+        *,
+        init: Literal["uniform", "self"] = "uniform",
+        final_norm: bool = False,
+        grad: Literal["full", "last"] = "full",
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        if num_factors < 1 or iterations < 1 or temperature <= 0:
+            raise UserError(
+                f"RoutingConv got num_factors={num_factors}, iterations={iterations} and "
+                f"temperature={temperature}; the first two must be at least 1, the last above 0."
+            )
+        self.num_factors, self.iterations, self.temperature = num_factors, iterations, temperature
+        self.init, self.final_norm, self.grad, self.backend = init, final_norm, grad, backend
 
-    with torch.set_grad_enabled(torch.is_grad_enabled() and grad == "full"):
-        if init == "self":
-            p_EK = assignments(l_EKC, l_TKC, edges.dst, temperature)
+    def extra_repr(self) -> str:
+        return f"{self.num_factors}, iterations={self.iterations}, temperature={self.temperature}"
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        """x [N, K·C]; edge_index int [2, E], sources and targets; edge_weight [E] -> [N, K·C]."""
+        num_nodes = x.shape[0]
+        if x.dim() != 2 or x.shape[1] % self.num_factors:
+            raise UserError(
+                f"RoutingConv got x of shape {tuple(x.shape)}; it takes [nodes, channels], and the "
+                f"channels must be a multiple of its {self.num_factors} factors."
+            )
+        if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.is_floating_point():
+            raise UserError(
+                f"RoutingConv got edge_index of shape {tuple(edge_index.shape)} and type "
+                f"{edge_index.dtype}; it takes integers [2, edges], sources and targets."
+            )
+        if (
+            edge_index.numel()
+            and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes
+        ):
+            raise UserError(
+                f"RoutingConv got edges between nodes {int(edge_index.min())} to "
+                f"{int(edge_index.max())}, but x has {num_nodes} rows. Node ids run from 0."
+            )
+        src, dst = edge_index.to(torch.int64)
+        edges = EdgeList(src, dst, num_nodes, edge_weight)
+        return self.route(x.view(num_nodes, self.num_factors, -1), edges).flatten(1)
+
+    def route(
+        self, x_NKC: Tensor, edges: EdgeList, targets: slice | None = None, is_unit: bool = False
+    ) -> Tensor:
+        """The same on factors; [T, K, C].
+
+        `targets` restricts the result to a range of rows; `edges.dst` then counts from its start,
+        `edges.src` stays global. `is_unit`: the factors of x are normalised already (done once for
+        all ranges).
+        """
+        if use_fused(x_NKC, self.backend):
+            edges, rows = edges.by_target, range(x_NKC.shape[0])[targets or slice(None)]
+            call = Routing(
+                x_NKC,
+                edges.pointers(len(rows)),
+                edges.src,
+                edges.weight,
+                first=rows.start,
+                iterations=self.iterations,
+                temperature=self.temperature,
+                self_init=self.init == "self",
+                through_all=self.grad == "full",
+                unit=not is_unit,
+            )
+            q_TKC: Tensor = route_op(*call)
         else:
-            p_EK = l_NKC.new_full((edges.src.numel(), l_NKC.shape[1]), 1.0 / l_NKC.shape[1])
-        for _ in range(iterations - 1):
-            p_EK = assignments(l_EKC, normalize_factors(aggregate(p_EK)), edges.dst, temperature)
-    return aggregate(p_EK)
+            l_NKC = x_NKC if is_unit else normalize_factors(x_NKC)
+            l_TKC = l_NKC if targets is None else l_NKC[targets]
+            q_TKC = self._reference(l_TKC, l_NKC, edges)
+        return normalize_factors(q_TKC) if self.final_norm else q_TKC
+
+    def _reference(self, l_TKC: Tensor, l_NKC: Tensor, edges: EdgeList) -> Tensor:
+        """The same in plain tensor operations on unit rows: the oracle for the fused backends, and
+        the form for devices without one.
+
+        Keeps tensors of E·K·C numbers, with grad="full" several for each iteration.
+        """
+        l_EKC = l_NKC.index_select(0, edges.src)
+        weight = None if edges.weight is None else edges.weight.unsqueeze(-1).to(l_NKC.dtype)
+
+        def aggregate(p_EK: Tensor) -> Tensor:
+            scaled = p_EK if weight is None else p_EK * weight
+            return l_TKC.index_add(0, edges.dst, scaled.unsqueeze(-1) * l_EKC)
+
+        def assign(q_TKC: Tensor) -> Tensor:
+            return assignments(l_EKC, q_TKC, edges.dst, self.temperature)
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.grad == "full"):
+            if self.init == "self":
+                p_EK = assign(l_TKC)
+            else:
+                p_EK = l_NKC.new_full((edges.src.numel(), l_NKC.shape[1]), 1.0 / l_NKC.shape[1])
+            for _ in range(self.iterations - 1):
+                p_EK = assign(normalize_factors(aggregate(p_EK)))
+        return aggregate(p_EK)

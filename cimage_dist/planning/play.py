@@ -26,15 +26,12 @@ from cimage_dist.config import Config
 from cimage_dist.data.build import csc_in_memory
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted
-from cimage_dist.nn.features import SparseRows
-from cimage_dist.nn.model import View
-from cimage_dist.train.batches import StepBatch
 from cimage_dist.train.loop import worker
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.train.step import PseudoLabels
 from cimage_dist.train.trainer import Trainer
-from cimage_dist.types import EdgeList
+from cimage_dist.types import Batch, EdgeList, SparseRows, View
 
 
 class Call(NamedTuple):
@@ -311,27 +308,20 @@ def _one_step(
     return gradients, _by_row(own, played, rows), _by_row(made, played, rows)
 
 
-def _seen(view: StepBatch | View) -> list[Tensor | None]:
+def _seen(view: View) -> list[Tensor | None]:
     """The tensors that the encoder sees."""
     x = [view.x.row, view.x.column, view.x.value] if isinstance(view.x, SparseRows) else [view.x]
-    return [*x, *(getattr(view.edges, f.name) for f in fields(EdgeList) if f.name != "num_nodes")]
+    edges = (getattr(view.edges, f.name) for f in fields(EdgeList) if f.name != "num_nodes")
+    return [*x, *edges, view.nodes, view.gids]
 
 
-def batch_tensors(batch: StepBatch) -> list[Tensor]:
-    second = [] if batch.second is None else [*_seen(batch.second), batch.second.nodes]
-    tensors = [
-        *_seen(batch),
-        batch.pairs,
-        batch.weight,
-        batch.nodes,
-        batch.node_weight,
-        batch.gids,
-        *second,
-    ]
+def batch_tensors(batch: Batch) -> list[Tensor]:
+    second = [] if batch.second is None else _seen(batch.second)
+    tensors = [*_seen(batch), batch.pairs, batch.weight, batch.node_weight, *second]
     return list({t.untyped_storage().data_ptr(): t for t in tensors if t is not None}.values())
 
 
-def rows_of(batch: StepBatch) -> Rows:
+def rows_of(batch: Batch) -> Rows:
     """How many rows tensors of each kind have. With hops the kinds are numbered by the distance
     from a seed up to which they reach.
     """

@@ -8,7 +8,7 @@ the fan-outs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -190,26 +190,14 @@ def neighbourhood(
 
 def _sampled_rows(cfg: Config, size: GraphSize) -> Rows:
     assert size.store is not None
-    world, sampler = cfg.resources.num_workers, cfg.sampler
+    world = cfg.resources.num_workers
     topology, _ = training_graph(Graph.open(size.store, "never"), cfg.data, cfg.run.seed)
-    source = BatchSource(
-        topology.indptr.numpy(),
-        topology.indices.numpy(),
-        fanouts=sampler.fanouts,
-        batch_edges=sampler.batch_edges,
-        seed=cfg.run.seed,
-        rank=world - 1,
-        world=world,
-        hide_rate=sampler.hide_rate,
-        rescale=sampler.rescale,
-        backend="csr",
-        views=2 if cfg.loss.redundancy_weight > 0 else 1,
-        has_negatives=cfg.loss.structure_weight > 0,
-    )
-    batch = source[0]
-    rows = hop_rows(batch.nodes_per_hop, batch.edges_per_hop)
-    if batch.second is not None:
-        rows |= hop_rows(batch.second.nodes_per_hop, batch.second.edges_per_hop, SECOND)
+    cfg = replace(cfg, sampler=replace(cfg.sampler, backend="csr"))
+    batch = BatchSource.of(topology, cfg, world - 1, world)[0]
+    assert batch.hops is not None
+    rows = hop_rows(*batch.hops)
+    if batch.second is not None and batch.second.hops is not None:
+        rows |= hop_rows(*batch.second.hops, SECOND)
     return rows
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
-from cimage_dist.nn.features import Features
 from cimage_dist.pseudo.dinknet_model import (
     Batch,
     DinkNet,
@@ -30,7 +29,7 @@ from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.propagated import Tick, check_input, sampled
 from cimage_dist.pseudo.rdgae import step_on
 from cimage_dist.registry import Clusterer
-from cimage_dist.types import Topology
+from cimage_dist.types import Features, Topology
 
 _FULL_BATCH_NODES = 25_000
 _LARGE_BATCH = 8_192

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.losses.modularity import unit_rows
-from cimage_dist.nn.features import Features, SparseRows
 from cimage_dist.nn.messages import gcn_smooth, weighted_sum
 from cimage_dist.pseudo.propagated import (
     columns_of,
@@ -35,7 +34,7 @@ from cimage_dist.pseudo.propagated import (
     project,
     smooth,
 )
-from cimage_dist.types import EdgeList, Topology
+from cimage_dist.types import EdgeList, Features, SparseRows, Topology
 
 _CHUNK_VALUES = 1 << 24
 

@@ -21,12 +21,11 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.losses.modularity import unit_rows
-from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import weighted_sum
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.registry import Clusterer
-from cimage_dist.types import EdgeList, Topology
+from cimage_dist.types import EdgeList, Features, Topology
 
 MOST = 256
 _PATIENCE = 5  # counts tried without a rise before the search ends

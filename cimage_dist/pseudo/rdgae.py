@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.features import Features
 from cimage_dist.nn.messages import gcn_smooth, weighted_sum
 from cimage_dist.pseudo.kmeans import kmeans
 from cimage_dist.pseudo.metrics import hard_modularity
@@ -35,7 +34,7 @@ from cimage_dist.pseudo.rdgae_loss import (
     squared_distances,
 )
 from cimage_dist.registry import Clusterer
-from cimage_dist.types import EdgeList, Topology
+from cimage_dist.types import EdgeList, Features, Topology
 
 _ROUNDS = 3
 

@@ -4,8 +4,7 @@ share of all others (§3.3, §11.1).
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ from cimage_dist import keyed
 _NONE = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class HiddenEdges:
+class HiddenEdges(NamedTuple):
     """Edge {u, v} is hidden when it is listed, or when uniform(extra_key, min * N + max) <
     extra_rate.
 
@@ -31,15 +29,8 @@ class HiddenEdges:
     extra_rate: float = 0.0
     extra_key: int = 0
 
-    @property
-    def threshold(self) -> int:
-        """`uniform < extra_rate` on the 53-bit integer behind the uniform number."""
-        return math.ceil(self.extra_rate * 2.0**53)
-
     def listed_per_row(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many listed edges each row (gid) has, int64 like `rows`."""
-        if not self.pair_keys.size:
-            return np.zeros(len(rows), dtype=np.int64)
         first = rows * self.num_nodes
         return np.searchsorted(self.pair_keys, first + self.num_nodes) - np.searchsorted(
             self.pair_keys, first
@@ -76,7 +67,7 @@ def hide(
     extra_key: int = 0,
 ) -> HiddenEdges:
     """Hide the edges {u, v}, both directions, and a share `extra_rate` of all edges drawn by
-    `extra_key`.
+    `extra_key`; by default nothing.
     """
     # Not np.unique: without an inverse it hashes, which is twenty times slower than this sort.
     keys = np.sort(np.concatenate([u * num_nodes + v, v * num_nodes + u]))

@@ -6,33 +6,35 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cimage_dist import keyed
+from cimage_dist.config import Config
 from cimage_dist.errors import UserError
-from cimage_dist.sampling.csr_sampler import SampledSubgraph
 from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.sampling.seeds import IntArray, SeedBatch, SeedSchedule, rank_slice
-from cimage_dist.types import EdgeList, SampledBatch, SampledView
+from cimage_dist.types import Batch, Topology, View
 
 
-class BatchSource(Dataset[SampledBatch]):
+class BatchSource(Dataset[Batch]):
     """`source[step]` is the batch of a step: a function of (seed, step, rank, world) and of nothing
     that happened before.
 
     The global batch of `batch_edges` undirected edges does not depend on `world`; rank r takes
     positions [B r / W, B (r+1) / W). Message passing sees none of the global batch's edges, in
     either direction, nor the keyed share `hide_rate` of all others (§3.3).
-    `upper_ptr` may come from a file; without it one O(N log degree) pass makes it here. `features`
-    [N, F], a mapped file as a rule, are read where the batch is made, so that with loader processes
-    reading overlaps training as sampling does. `views=2` adds a second, independent neighbourhood
-    of the positives, which hides the batch's edges too; without `has_negatives` none are drawn.
+    `features` [N, F], a mapped file as a rule, are read where the batch is made, so that with
+    loader processes reading overlaps training as sampling does. `views=2` adds a second,
+    independent neighbourhood of the positives, which hides the batch's edges too; without
+    `has_negatives` none are drawn.
     """
 
     def __init__(
@@ -48,7 +50,6 @@ class BatchSource(Dataset[SampledBatch]):
         hide_rate: float = 0.0,
         rescale: bool = True,
         backend: str = "auto",
-        upper_ptr: NDArray[np.int64] | None = None,
         features: NDArray[Any] | None = None,
         views: int = 1,
         has_negatives: bool = True,
@@ -60,10 +61,8 @@ class BatchSource(Dataset[SampledBatch]):
             )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} does not exist in a world of {world}")
-        self.schedule = SeedSchedule(indptr, indices, batch_edges, seed, upper_ptr)
-        self.sampler = NeighbourSampler(
-            indptr, indices, fanouts, seed=seed, backend=backend, rescale=rescale
-        )
+        self.schedule = SeedSchedule(indptr, indices, batch_edges, seed)
+        self.sampler = NeighbourSampler(indptr, indices, fanouts, backend=backend, rescale=rescale)
         self.features = features
         self.seed = seed
         self.hide_rate = hide_rate
@@ -73,11 +72,38 @@ class BatchSource(Dataset[SampledBatch]):
         # of each making its own.
         self.sampler.sample(np.empty(0, dtype=np.int64), 0, self.hidden(0, self.schedule.batch(0)))
 
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        cfg: Config,
+        rank: int,
+        world: int,
+        features: NDArray[Any] | None = None,
+    ) -> BatchSource:
+        """As a config has it."""
+        sampler = cfg.sampler
+        return cls(
+            topology.indptr.numpy(),
+            topology.indices.numpy(),
+            fanouts=sampler.fanouts,
+            batch_edges=sampler.batch_edges,
+            seed=cfg.run.seed,
+            rank=rank,
+            world=world,
+            hide_rate=sampler.hide_rate,
+            rescale=sampler.rescale,
+            backend=sampler.backend,
+            features=features,
+            views=2 if cfg.loss.redundancy_weight > 0 else 1,
+            has_negatives=cfg.loss.structure_weight > 0,
+        )
+
     def hidden(self, step: int, batch: SeedBatch, view: int = 0) -> HiddenEdges:
         """The edges that message passing must not see in a view of a step, given its global
         batch.
         """
-        key = keyed.stream(self.seed, "mask-extra", step, *([view] if view else []))
+        key = keyed.stream(self.seed, "mask-extra", step, view=view)
         return hide(self.schedule.num_nodes, batch.u, batch.v, self.hide_rate, key)
 
     def _negatives(self, step: int, whole: SeedBatch) -> tuple[SeedBatch, float]:
@@ -91,47 +117,41 @@ class BatchSource(Dataset[SampledBatch]):
             return all_neg.part(self.begin, self.end), all_neg.total
         return self.schedule.negatives(step, self.begin, self.end), whole.total
 
-    def _parts(self, sub: SampledSubgraph) -> dict[str, Any]:
-        """The fields of a batch that describe its neighbourhood."""
-        weight = torch.from_numpy(sub.weight) if self.sampler.is_weighted else None
-        return {
-            "node_gid": torch.from_numpy(sub.node_gid),
-            "edges": EdgeList(
-                torch.from_numpy(sub.src), torch.from_numpy(sub.dst), len(sub.node_gid), weight
-            ),
-            "degree": torch.from_numpy(sub.degree),
-            "nodes_per_hop": sub.nodes_per_hop,
-            "edges_per_hop": sub.edges_per_hop,
-            "x": None if self.features is None else torch.from_numpy(self.features[sub.node_gid]),
-        }
+    def _view(self, step: int, whole: SeedBatch, view: int, *ends: NDArray[np.int64]) -> View:
+        key = keyed.stream(self.seed, "neighbours", step, view=view)
+        hidden = self.hidden(step, whole, view)
+        return self.sampler.sample(np.concatenate(ends), key, hidden, self.features)
 
-    def _second_view(self, step: int, whole: SeedBatch, pos: SeedBatch) -> SampledView:
-        key = keyed.stream(self.seed, "neighbours", step, 1)
-        sub = self.sampler.sample_keyed(
-            np.concatenate([pos.u, pos.v]), key, self.hidden(step, whole, 1)
-        )
-        pairs = torch.from_numpy(sub.seed_bid).reshape(2, len(pos.u)).t().contiguous()
-        return SampledView(pos=pairs, **self._parts(sub))
-
-    def __getitem__(self, step: int) -> SampledBatch:
+    def __getitem__(self, step: int) -> Batch:
         whole = self.schedule.batch(step)
         pos = whole.part(self.begin, self.end)
         neg, global_neg = self._negatives(step, whole)
-        seeds = np.concatenate([pos.u, pos.v, neg.u, neg.v])
-        sub = self.sampler.sample(seeds, step, self.hidden(step, whole))
-        pairs = torch.from_numpy(sub.seed_bid)
+        view, second = self._view(step, whole, 0, pos.u, pos.v, neg.u, neg.v), None
         num_pos = len(pos.u)
-        return SampledBatch(
-            step=step,
-            pos=pairs[: 2 * num_pos].reshape(2, num_pos).t().contiguous(),
-            pos_weight=torch.from_numpy(pos.weight.copy()),
-            neg=pairs[2 * num_pos :].reshape(2, len(neg.u)).t().contiguous(),
-            neg_weight=torch.from_numpy(neg.weight.copy()),
+        positives, negatives = (_pairs(ends) for ends in view.nodes.tensor_split([2 * num_pos]))
+        if self.views > 1:
+            second = self._view(step, whole, 1, pos.u, pos.v)
+            second = replace(second, nodes=_pairs(second.nodes).reshape(-1))
+        return Batch(
+            x=view.x,
+            edges=view.edges,
+            nodes=positives.reshape(-1),
+            hops=view.hops,
+            gids=view.gids,
+            pairs=torch.cat([positives, negatives]),
+            num_pos=num_pos,
+            weight=torch.from_numpy(np.concatenate([pos.weight, neg.weight])),
+            node_weight=torch.from_numpy(pos.weight.repeat(2)),
             global_pos=whole.total,
             global_neg=global_neg,
-            second=self._second_view(step, whole, pos) if self.views > 1 else None,
-            **self._parts(sub),
+            global_nodes=2 * whole.total,
+            second=second,
         )
+
+
+def _pairs(ends: Tensor) -> Tensor:
+    """[b, 2] from all first ends and then all second ones, [2b]."""
+    return ends.view(2, -1).t()
 
 
 class BatchLoader:
@@ -170,14 +190,14 @@ class BatchLoader:
                 "prefetch_factor": prefetch,
                 "multiprocessing_context": method,
             }
-        self._loader: DataLoader[SampledBatch] = DataLoader(
+        self._loader: DataLoader[Batch] = DataLoader(
             source, batch_size=None, sampler=self.steps, pin_memory=pin_memory, **options
         )
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __iter__(self) -> Iterator[SampledBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         batches = iter(self._loader)
         try:
             yield from batches

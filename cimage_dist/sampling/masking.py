@@ -30,11 +30,6 @@ def reverse_entries(topology: Topology, keys: Tensor) -> Tensor:
     )
 
 
-def _view_keys(view: int) -> tuple[int, ...]:
-    """What a view adds to the key of a draw; the first adds nothing."""
-    return (view,) if view else ()
-
-
 def walk_starts(
     topology: Topology, cfg: MaskConfig, seed: int, epoch: int, view: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -43,7 +38,7 @@ def walk_starts(
     An exact share of the nodes, the walk named after its node; or the source of every edge kept
     with that probability, the walk named after its edge.
     """
-    key = keyed.stream(seed, "mask-start", epoch, *_view_keys(view))
+    key = keyed.stream(seed, "mask-start", epoch, view=view)
     if cfg.start == "edge":
         kept = (
             (keyed.uniform(key, torch.arange(topology.num_edges)) < cfg.start_rate)
@@ -78,7 +73,7 @@ def walk_edges(
         degree = topology.indptr[at + 1] - first
         alive = degree > 0
         at, walker, first, degree = at[alive], walker[alive], first[alive], degree[alive]
-        key = keyed.stream(seed, "mask-walk", epoch, hop, *_view_keys(view))
+        key = keyed.stream(seed, "mask-walk", epoch, hop, view=view)
         entry = first + keyed.integers(key, walker, degree)
         walked.append(entry)
         at = topology.indices[entry].to(torch.int64)

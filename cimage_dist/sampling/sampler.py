@@ -6,7 +6,7 @@ ids and weights are handled here, alike for all. They draw fanout + surplus neig
 target, hidden ones are dropped, and a keyed choice keeps `fanout` of the rest: a uniform subset of
 a uniform subset. Rows left with too few are drawn again by `csr`; whether that happens depends on
 how many hidden neighbours came up, not on which visible ones, so the draw stays uniform. What
-differs from `csr`: draws are seeded per (seed, step, hop), so they depend on the batch they are
+differs from `csr`: draws are seeded per (key, hop), so they depend on the batch they are
 made in, and a capped row under a keyed hidden share reports its expected visible degree.
 """
 
@@ -17,6 +17,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +26,11 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
-from cimage_dist.sampling import csr_select
-from cimage_dist.sampling.csr_sampler import (
-    Engine,
-    SampledSubgraph,
-    check_fanouts,
-    engine_functions,
-    expand,
-)
-from cimage_dist.sampling.csr_select import CsrGraph, Selection
-from cimage_dist.sampling.hidden import HiddenEdges
+from cimage_dist.sampling import csr
+from cimage_dist.sampling.csr import CsrGraph, Selection
+from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.seeds import IntArray
+from cimage_dist.types import EdgeList, Hops, View
 
 log = logging.getLogger("cimage")
 
@@ -113,9 +108,20 @@ def _torch_sparse_hop(
 ONE_HOP: dict[str, OneHop] = {"pyg-lib": _pyg_lib_hop, "torch-sparse": _torch_sparse_hop}
 
 
+def check_fanouts(fanouts: Sequence[int]) -> list[int]:
+    bad = [f for f in fanouts if f != -1 and not 1 <= f <= csr.MAX_FANOUT]
+    if bad or not len(fanouts):
+        shown = f"holds {bad[0]}" if bad else "is empty"
+        raise UserError(
+            f"sampler.fanouts {shown}. Give one number per hop, each between 1 and "
+            f"{csr.MAX_FANOUT}, or -1 for all neighbours: [10, 5]."
+        )
+    return [int(f) for f in fanouts]
+
+
 class NeighbourSampler:
-    """`sample(seeds, step, hidden)` on a fixed graph; arrays are used as they are, mapped files
-    stay on disk.
+    """Sampled neighbourhoods on a fixed graph; arrays are used as they are, mapped files stay on
+    disk.
 
     indptr int64 [N+1], indices int32 or int64 [E], ascending in a row, both directions of every
     edge, no self-loops.
@@ -127,16 +133,14 @@ class NeighbourSampler:
         indices: IntArray,
         fanouts: Sequence[int],
         *,
-        seed: int,
         backend: str = "auto",
         rescale: bool = True,
-        engine: Engine = "auto",
     ) -> None:
         self.graph = CsrGraph(np.asarray(indptr), np.asarray(indices))
+        self.num_nodes = len(self.graph.indptr) - 1
         self.fanouts = check_fanouts(fanouts)
-        self.seed = seed
-        self.rescale = rescale
-        self._select, self._relabel = engine_functions(engine)
+        # Whether messages can have a weight other than 1.
+        self.is_weighted = rescale and any(fanout >= 0 for fanout in self.fanouts)
         is_wide = self.graph.indices.dtype == np.int64
         self.backend = resolve_backend(backend, 0 if is_wide else 8 * len(self.graph.indices))
         self._columns: tuple[Tensor, Tensor] | None = None
@@ -148,107 +152,142 @@ class NeighbourSampler:
                     8e-6 * len(self.graph.indices),
                 )
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # torch warns that a mapped file is read-only; nobody writes to it
+                # torch warns that a mapped file is read-only; nobody writes to it
+                warnings.simplefilter("ignore", UserWarning)
                 self._columns = (
                     torch.from_numpy(self.graph.indptr),
                     torch.from_numpy(self.graph.indices.astype(np.int64, copy=False)),
                 )
 
-    @property
-    def is_weighted(self) -> bool:
-        """Whether messages can have a weight other than 1."""
-        return self.rescale and any(fanout >= 0 for fanout in self.fanouts)
-
     def sample(
-        self, seeds: NDArray[np.int64], step: int, hidden: HiddenEdges | None = None
-    ) -> SampledSubgraph:
-        """The sampled neighbourhood of `seeds` (gids) at a step; see `csr_sampler.sample`."""
-        return self.sample_keyed(seeds, keyed.stream(self.seed, "neighbours", step), hidden)
+        self,
+        seeds: NDArray[np.int64],
+        key: int,
+        hidden: HiddenEdges | None = None,
+        features: NDArray[Any] | None = None,
+    ) -> View:
+        """The neighbourhoods of `seeds` (gids, repeats allowed), fanouts[h] neighbours without
+        replacement in hop h, -1 for all.
 
-    def sample_keyed(
-        self, seeds: NDArray[np.int64], key: int, hidden: HiddenEdges | None = None
-    ) -> SampledSubgraph:
-        """As `sample`, for a key of one's own."""
-        keys, bound = csr_select.draw_keys(key), csr_select.list_bound(self.fanouts)
-        hop = 0
+        The view's nodes: the seeds without repeats in the order given, then each hop's new nodes,
+        ascending inside a hop; `nodes` are the seeds as given. Its messages are sorted by target,
+        hence also grouped by hop, and by gid of the source for one target; they weigh visible
+        degree / sampled of their target (§11.1). Its degrees are expected visible degrees: listed
+        hidden edges taken off, of the others the visible share.
 
-        def by_csr(targets: NDArray[np.int64], fanout: int) -> Selection:
-            return self._select(self.graph, targets, fanout, bound, keys, hidden)
+        `key` holds (seed, step): the draw of a node is a function of the key, its gid and the
+        hidden edges, so it is the same whichever batch, rank or process asks. Hidden edges are
+        taken away before the draw, so a fan-out counts visible neighbours; `csr` states the
+        distribution and when a degree is exact. x are the rows of `features`, if given, in their
+        own type.
+        """
+        seeds, graph = np.asarray(seeds, dtype=np.int64), self.graph
+        hidden = hide(self.num_nodes) if hidden is None else hidden
+        self._check(seeds)
+        distinct, first, inverse = np.unique(seeds, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        nodes = distinct[order]
+        nodes_per_hop, edges_per_hop = [len(nodes)], []
+        src, dst, weight = [], [], []
+        begin = 0
+        for hop, fanout in enumerate(self.fanouts, start=1):
+            # Every node is a target once, in the hop after its first appearance.
+            chosen = self._select(nodes[begin:], fanout, key, hop, hidden)
+            columns = graph.indices[chosen.entry].astype(np.int64)
+            fresh, local = csr.relabel(nodes, columns)
+            src.append(local)
+            dst.append(np.repeat(np.arange(begin, len(nodes)), chosen.kept))
+            weight.append(np.repeat(chosen.visible / np.maximum(chosen.kept, 1), chosen.kept))
+            begin = len(nodes)
+            nodes = np.concatenate([nodes, fresh])
+            nodes_per_hop.append(len(fresh))
+            edges_per_hop.append(len(columns))
+        # The rows of the last hop are not read, so their visible degree is an expectation. So is
+        # that of all others: a node must have one degree whether it is at the rim of a rank's
+        # subgraph or inside another's.
+        degree = hidden.expected_visible(nodes, graph.indptr[nodes + 1] - graph.indptr[nodes])
+        weights = np.concatenate(weight).astype(np.float32) if self.is_weighted else None
+        return View(
+            x=torch.empty(len(nodes), 0) if features is None else torch.from_numpy(features[nodes]),
+            edges=EdgeList(
+                torch.from_numpy(np.concatenate(src)),
+                torch.from_numpy(np.concatenate(dst)),
+                len(nodes),
+                None if weights is None else torch.from_numpy(weights),
+                torch.from_numpy(degree.astype(np.float32)),
+            ),
+            nodes=torch.from_numpy(rank[inverse]),
+            hops=Hops(tuple(nodes_per_hop), tuple(edges_per_hop)),
+            gids=torch.from_numpy(nodes),
+        )
 
-        def by_operator(targets: NDArray[np.int64], fanout: int) -> Selection:
-            nonlocal hop
-            hop += 1
-            # Keeping every neighbour involves no draw.
-            return (
-                by_csr(targets, fanout)
-                if fanout < 0 or not len(targets)
-                else self._by_operator(targets, fanout, keyed.derive(key, 3, hop), hidden, by_csr)
+    def _check(self, seeds: NDArray[np.int64]) -> None:
+        bad = seeds[(seeds < 0) | (seeds >= self.num_nodes)]
+        if bad.size:
+            raise UserError(
+                f"{bad.size} of {seeds.size} seed nodes are outside the graph of "
+                f"{self.num_nodes} nodes, the first is {bad[0]}. Node ids run from 0."
             )
 
-        select = by_csr if self.backend == "csr" else by_operator
-        return expand(
-            self.graph,
-            np.asarray(seeds, dtype=np.int64),
-            self.fanouts,
-            select,
-            self._relabel,
-            hidden,
-            self.rescale,
-        )
+    def _select(
+        self, targets: NDArray[np.int64], fanout: int, key: int, hop: int, hidden: HiddenEdges
+    ) -> Selection:
+        # Keeping every neighbour involves no draw.
+        if self._columns is None or fanout < 0 or not len(targets):
+            return self._by_csr(targets, fanout, key, hidden)
+        return self._by_operator(self._columns, targets, fanout, key, hop, hidden)
+
+    def _by_csr(
+        self, targets: NDArray[np.int64], fanout: int, key: int, hidden: HiddenEdges
+    ) -> Selection:
+        bound = csr.list_bound(self.fanouts)
+        return csr.select(self.graph, targets, fanout, bound, csr.draw_keys(key), hidden)
 
     def _by_operator(
         self,
+        columns: tuple[Tensor, Tensor],
         targets: NDArray[np.int64],
         fanout: int,
         key: int,
-        hidden: HiddenEdges | None,
-        by_csr: Callable[[NDArray[np.int64], int], Selection],
+        hop: int,
+        hidden: HiddenEdges,
     ) -> Selection:
-        assert self._columns is not None
-        begin = self.graph.indptr[targets]
+        begin, hop_key = self.graph.indptr[targets], keyed.derive(key, 3, hop)
         degree = self.graph.indptr[targets + 1] - begin
         wanted = fanout + _surplus(targets, fanout, hidden)
         # The operators draw from torch's global CPU generator: seed it for this hop and give it
         # back as it was.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(key)
-            local, drawn = ONE_HOP[self.backend](*self._columns, torch.from_numpy(targets), wanted)
-        row, entry = (
-            local.numpy().astype(np.int64, copy=False),
-            drawn.numpy().astype(np.int64, copy=False),
-        )
-        order = np.lexsort((entry, row))
-        row, entry = row[order], entry[order]
-        visible = degree.astype(np.float64)
-        if hidden is not None:
-            keep = ~hidden.is_hidden(targets[row], self.graph.indices[entry].astype(np.int64))
-            row, entry = row[keep], entry[keep]
-            count = np.bincount(row, minlength=len(targets))
-            visible = np.where(
-                degree <= wanted,
-                count,
-                np.maximum(hidden.expected_visible(targets, degree), np.minimum(count, fanout)),
-            )
-        keep = csr_select.thin(row, entry - begin[row], targets, fanout, key)
-        row, entry = row[keep], entry[keep]
+            torch.default_generator.manual_seed(hop_key)
+            drawn = ONE_HOP[self.backend](*columns, torch.from_numpy(targets), wanted)
+        row, entry = (part.numpy().astype(np.int64, copy=False) for part in drawn)
+        seen = ~hidden.is_hidden(targets[row], self.graph.indices[entry].astype(np.int64))
+        row, entry = row[seen], entry[seen]
         count = np.bincount(row, minlength=len(targets))
+        expected = hidden.expected_visible(targets, degree)
+        visible = np.where(degree <= wanted, count, np.maximum(expected, np.minimum(count, fanout)))
+        # Every row keeps its `fanout` smallest hashes.
+        first = keyed.word(hop_key, targets)
+        order = np.lexsort((csr.tied_hash(hop_key, first[row], entry - begin[row]), row))
+        place = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        kept = np.minimum(count, fanout)
+        row, entry = row[order][place < fanout], entry[order][place < fanout]
+        # Rows with too few visible ones are drawn again.
         short = np.flatnonzero((count < fanout) & (degree > wanted))
-        selection = Selection(entry, count, visible)
-        return (
-            csr_select.replace_rows(selection, short, by_csr(targets[short], fanout))
-            if short.size
-            else selection
-        )
+        again = self._by_csr(targets[short], fanout, key, hidden)
+        stays = ~np.isin(row, short)
+        row = np.concatenate([row[stays], np.repeat(short, again.kept)])
+        entry = np.concatenate([entry[stays], again.entry])
+        kept[short], visible[short] = again.kept, again.visible
+        return Selection(entry[np.lexsort((entry, row))], kept, visible)
 
 
-def _surplus(targets: NDArray[np.int64], fanout: int, hidden: HiddenEdges | None) -> int:
+def _surplus(targets: NDArray[np.int64], fanout: int, hidden: HiddenEdges) -> int:
     """Neighbours to draw beyond the fan-out so that enough visible ones are left in nearly every
     row.
     """
-    if hidden is None:
-        return 0
     listed = min(int(hidden.listed_per_row(targets).max()), fanout)
     share = math.ceil((fanout + listed) / (1.0 - hidden.extra_rate)) - fanout - listed
     return listed + (2 * share + 4 if hidden.extra_rate > 0 else 0)

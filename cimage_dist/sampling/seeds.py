@@ -150,8 +150,7 @@ def upper_pointer(
     """Entries of the strict upper triangle before each row, int64 [N+1]; the last one is m.
 
     One pass over the rows with a binary search in each: O(N log degree) reads, O(chunk_rows) memory
-    besides the result. It depends on the graph alone, so a store may keep it as a file and hand it
-    to `SeedSchedule`.
+    besides the result.
     """
     num_nodes = len(indptr) - 1
     out = np.zeros(num_nodes + 1, dtype=np.int64)
@@ -178,7 +177,6 @@ class SeedSchedule:
         indices: IntArray,
         batch_edges: int,
         seed: int,
-        upper_ptr: NDArray[np.int64] | None = None,
     ) -> None:
         if batch_edges < 1:
             raise UserError(
@@ -186,9 +184,7 @@ class SeedSchedule:
                 "Set it to 1 or more; 1024 is a good start."
             )
         self.indptr, self.indices = np.asarray(indptr), np.asarray(indices)
-        self.upper_ptr = (
-            upper_pointer(self.indptr, self.indices) if upper_ptr is None else np.asarray(upper_ptr)
-        )
+        self.upper_ptr = upper_pointer(self.indptr, self.indices)
         self.num_nodes = len(self.indptr) - 1
         self.num_edges = int(self.upper_ptr[-1])
         if 2 * self.num_edges != len(self.indices):

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,40 +16,12 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.nn.features import Features, drop_columns
-from cimage_dist.nn.messages import Hops
-from cimage_dist.nn.model import View
+from cimage_dist.nn.features import drop_columns
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
 from cimage_dist.sampling.masking import MaskedGraph, PathMasker, most_masked
-from cimage_dist.types import EdgeList, SampledBatch, SampledView, Topology
+from cimage_dist.types import Batch, EdgeList, Features, Topology, View
 
-
-@dataclass(frozen=True)
-class StepBatch:
-    """This rank's share of one global batch; counts are global.
-
-    x [n, F] and `edges`: what the encoder sees. `pairs` int64 [p+q, 2]: p positives, then q
-    non-edges, with `weight` [p+q] 0 for padding (None: all 1). `nodes` int64: whose factors are
-    reconstructed, with `node_weight`. `modularity`: edges of the full-graph form of the clustering
-    loss, or None for the form that uses the positives. `hops`: the order of a sampled subgraph,
-    whose seeds are all nodes that the losses look at. `gids` int64: global ids of `nodes`.
-    `second`: another view of `nodes`, for the redundancy loss.
-    """
-
-    x: Features
-    edges: EdgeList
-    pairs: Tensor
-    num_pos: int
-    weight: Tensor | None
-    nodes: Tensor
-    node_weight: Tensor | None
-    modularity: EdgeList | None
-    global_pos: float
-    global_neg: float
-    global_nodes: float
-    hops: Hops | None = None
-    gids: Tensor | None = None
-    second: View | None = None
+ViewT = TypeVar("ViewT", bound=View)
 
 
 def _columns(x: Features, cfg: Config, step: int, view: int) -> Features:
@@ -62,7 +34,7 @@ def _columns(x: Features, cfg: Config, step: int, view: int) -> Features:
 class Batches(Protocol):
     steps_per_epoch: int
 
-    def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
+    def iterate(self, start: int, end: int) -> Iterator[Batch]:
         """The batches of steps [start, end); each is a function of the step number alone."""
         ...
 
@@ -96,14 +68,15 @@ class FullGraphBatches:
             self._masks[view] = epoch, mask._replace(visible=mask.visible.to(self.x.device))
         return self._masks[view][1]
 
-    def _view(self, step: int, view: int) -> tuple[Features, EdgeList]:
-        """Features and edges that the encoder sees in a view of a step."""
-        mask = self._mask_of(step // self.steps_per_epoch, view)
-        return _columns(self.x, self.cfg, step, view), self.masker.hide_more(
-            mask.visible, step, view
+    def _view(self, step: int, view: int) -> View:
+        visible = self._mask_of(step // self.steps_per_epoch, view).visible
+        return View(
+            x=_columns(self.x, self.cfg, step, view),
+            edges=self.masker.hide_more(visible, step, view),
+            nodes=torch.arange(*self.comm.slice_of(self.x.shape[0]), device=self.x.device),
         )
 
-    def batch(self, step: int) -> StepBatch:
+    def batch(self, step: int) -> Batch:
         epoch, part = divmod(step, self.steps_per_epoch)
         mask = self._mask_of(epoch)
         total = mask.masked.shape[0]
@@ -116,28 +89,21 @@ class FullGraphBatches:
         pos, neg = (
             pairs[slice(*self.comm.slice_of(pairs.shape[0]))] for pairs in (positives, negatives)
         )
-        num_nodes = self.x.shape[0]
-        x, visible = self._view(step, 0)
-        nodes = torch.arange(*self.comm.slice_of(num_nodes), device=self.x.device)
-        return StepBatch(
-            x=x,
-            edges=visible,
+        view = self._view(step, 0)
+        return Batch(
+            x=view.x,
+            edges=view.edges,
+            nodes=view.nodes,
             pairs=torch.cat([pos, neg]).to(self.x.device),
             num_pos=pos.shape[0],
-            weight=None,
-            nodes=nodes,
-            node_weight=None,
-            modularity=_share_of_edges(visible, self.comm),
+            modularity=_share_of_edges(view.edges, self.comm),
             global_pos=positives.shape[0],
             global_neg=negatives.shape[0],
-            global_nodes=num_nodes,
-            gids=nodes,
-            second=View(*self._view(step, 1), nodes)
-            if self.cfg.loss.redundancy_weight > 0
-            else None,
+            global_nodes=self.x.shape[0],
+            second=self._view(step, 1) if self.cfg.loss.redundancy_weight > 0 else None,
         )
 
-    def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
+    def iterate(self, start: int, end: int) -> Iterator[Batch]:
         for step in range(start, end):
             yield self.batch(step)
 
@@ -168,56 +134,21 @@ class SampledBatches:
         device: torch.device,
     ) -> None:
         self.cfg, self.device = cfg, device
-        sampler = cfg.sampler
-        self.source = BatchSource(
-            topology.indptr.numpy(),
-            topology.indices.numpy(),
-            fanouts=sampler.fanouts,
-            batch_edges=sampler.batch_edges,
-            seed=cfg.run.seed,
-            rank=comm.rank,
-            world=comm.world,
-            hide_rate=sampler.hide_rate,
-            rescale=sampler.rescale,
-            backend=sampler.backend,
-            features=features,
-            views=2 if cfg.loss.redundancy_weight > 0 else 1,
-            has_negatives=cfg.loss.structure_weight > 0,
-        )
+        self.source = BatchSource.of(topology, cfg, comm.rank, comm.world, features)
         self.steps_per_epoch = self.source.schedule.steps_per_epoch
 
-    def convert(self, batch: SampledBatch) -> StepBatch:
+    def convert(self, batch: Batch, step: int) -> Batch:
+        """The batch on the device, its features as the views of the step see them."""
         batch = batch.to(self.device, non_blocking=True)
-        nodes = batch.pos.reshape(-1)
-        second = None if batch.second is None else View(*self._view(batch.second, batch.step, 1))
-        x, edges, _, hops = self._view(batch, batch.step, 0)
-        return StepBatch(
-            x=x,
-            edges=edges,
-            pairs=torch.cat([batch.pos, batch.neg]),
-            num_pos=batch.pos.shape[0],
-            weight=torch.cat([batch.pos_weight, batch.neg_weight]),
-            nodes=nodes,
-            node_weight=batch.pos_weight.repeat_interleave(2),
-            modularity=None,
-            global_pos=batch.global_pos,
-            global_neg=batch.global_neg,
-            global_nodes=2 * batch.global_pos,
-            hops=hops,
-            gids=batch.node_gid[nodes],
-            second=second,
-        )
+        second = None if batch.second is None else self._seen(batch.second, step, 1)
+        return replace(self._seen(batch, step, 0), second=second)
 
-    def _view(
-        self, sample: SampledBatch | SampledView, step: int, view: int
-    ) -> tuple[Features, EdgeList, Tensor, Hops]:
-        """Features, messages, rows of the positives' endpoints, and hops of a view."""
-        assert sample.x is not None
-        x = _columns(sample.x.to(torch.get_default_dtype()), self.cfg, step, view)
-        edges = replace(sample.edges, degree=sample.degree)
-        return x, edges, sample.pos.reshape(-1), Hops(sample.nodes_per_hop, sample.edges_per_hop)
+    def _seen(self, view: ViewT, step: int, number: int) -> ViewT:
+        assert isinstance(view.x, Tensor)
+        x = view.x.to(torch.get_default_dtype())
+        return replace(view, x=_columns(x, self.cfg, step, number))
 
-    def iterate(self, start: int, end: int) -> Iterator[StepBatch]:
+    def iterate(self, start: int, end: int) -> Iterator[Batch]:
         sampler = self.cfg.sampler
         loader = BatchLoader(
             self.source,
@@ -227,5 +158,5 @@ class SampledBatches:
             prefetch=sampler.prefetch,
             pin_memory=self.device.type == "cuda",
         )
-        for batch in loader:
-            yield self.convert(batch)
+        for step, batch in zip(loader.steps, loader, strict=True):
+            yield self.convert(batch, step)

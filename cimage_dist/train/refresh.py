@@ -29,12 +29,10 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.nn.encoder import Encoder, Encoding
-from cimage_dist.nn.features import Features
 from cimage_dist.nn.inference import encode_graph
-from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.sampling.sampler import NeighbourSampler
-from cimage_dist.types import CIScores, EdgeList, Topology
+from cimage_dist.types import CIScores, Features, Topology
 
 _CHUNK_NODES = 2048
 
@@ -71,7 +69,6 @@ class SampledEmbedder:
             topology.indptr.numpy(),
             topology.indices.numpy(),
             sampler.fanouts,
-            seed=cfg.run.seed,
             backend=sampler.backend,
             rescale=sampler.rescale,
         )
@@ -90,21 +87,10 @@ class SampledEmbedder:
         )
 
     def _chunk(self, encoder: Encoder, gids: np.ndarray, key: int) -> Encoding:
-        sub = self.sampler.sample_keyed(gids, key)
-        weight = torch.from_numpy(sub.weight) if self.sampler.is_weighted else None
-        edges = EdgeList(
-            torch.from_numpy(sub.src),
-            torch.from_numpy(sub.dst),
-            len(sub.node_gid),
-            weight,
-            torch.from_numpy(sub.degree),
-        ).to(self.device)
-        x = torch.from_numpy(self.features[sub.node_gid]).to(
-            self.device, encoder.linear.weight.dtype
-        )
-        h, z = encoder(x, edges, Hops(sub.nodes_per_hop, sub.edges_per_hop))
-        at = torch.from_numpy(sub.seed_bid).to(self.device)
-        return Encoding(h[at], z[at])
+        view = self.sampler.sample(gids, key, features=self.features).to(self.device)
+        assert isinstance(view.x, Tensor)
+        h, z = encoder(view.x.to(encoder.linear.weight.dtype), view.edges, view.hops)
+        return Encoding(h[view.nodes], z[view.nodes])
 
 
 _MAX_FAILURES = 3

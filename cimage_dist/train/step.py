@@ -21,8 +21,7 @@ from cimage_dist.losses.modularity import modularity_edges, modularity_full
 from cimage_dist.losses.reconstruction import factor_loss, structure_loss, target_factors
 from cimage_dist.losses.redundancy import redundancy_loss
 from cimage_dist.nn.model import ModelOutput
-from cimage_dist.train.batches import StepBatch
-from cimage_dist.types import CIScores
+from cimage_dist.types import Batch, CIScores
 
 
 class PseudoLabels(NamedTuple):
@@ -32,13 +31,13 @@ class PseudoLabels(NamedTuple):
     num_clusters: int
 
 
-# (a batch's `gids`, number of the batch) -> the teacher's factors of those nodes, [n, K, C]
+# (a batch's `node_gids`, number of the batch) -> the teacher's factors of those nodes, [n, K, C]
 Teacher = Callable[[Tensor, int], Tensor]
 
 
 def loss_terms(
     model: nn.Module,
-    batch: StepBatch,
+    batch: Batch,
     cfg: Config,
     scores: CIScores | None,
     comm: Comm,
@@ -76,11 +75,10 @@ def loss_terms(
     if out.second is not None:
         terms["redundancy"] = _redundancy_share(out, batch, cfg, context, labels, comm)
     if cfg.loss.extra:
-        assert batch.gids is not None
         seen = registry.LossInputs(
             out.z.index_select(0, batch.nodes),
             out.second,
-            batch.gids,
+            batch.node_gids,
             batch.node_weight,
             batch.global_nodes,
             comm,
@@ -91,14 +89,14 @@ def loss_terms(
 
 def _redundancy_share(
     out: ModelOutput,
-    batch: StepBatch,
+    batch: Batch,
     cfg: Config,
     context: Tensor | None,
     labels: PseudoLabels | None,
     comm: Comm,
 ) -> Tensor:
     """Over all nodes, or over the endpoints of the positives, each as often as it is one."""
-    assert out.second is not None and batch.gids is not None
+    assert out.second is not None
     za, zb = out.z.index_select(0, batch.nodes).flatten(1), out.second.flatten(1)
     given: dict[str, Any] = {
         "mu": cfg.loss.redundancy_decorrelation,
@@ -107,12 +105,12 @@ def _redundancy_share(
     }
     if cfg.loss.is_conditional:
         assert labels is not None and context is not None
-        own = labels.label[batch.gids].to(torch.int64)
+        own = labels.label[batch.node_gids].to(torch.int64)
         given |= {"labels": own, "num_clusters": labels.num_clusters, "in_context": context}
     return redundancy_loss(za, zb, **given)
 
 
-def _cluster_share(z: Tensor, batch: StepBatch, comm: Comm) -> Tensor:
+def _cluster_share(z: Tensor, batch: Batch, comm: Comm) -> Tensor:
     if batch.modularity is not None:
         return modularity_full(z, batch.modularity, comm, is_symmetric=comm.world == 1) / comm.world
     pos = batch.pairs[: batch.num_pos]
@@ -143,7 +141,7 @@ def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    batches: Sequence[StepBatch],
+    batches: Sequence[Batch],
     first: int,
     cfg: Config,
     scores: CIScores | None,
@@ -171,10 +169,7 @@ def train_step(
             # Dropout is the one draw that depends on the rank: each rank drops its own copy of the
             # rows.
             torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", first + number, comm.rank))
-            target = None
-            if teacher is not None:
-                assert batch.gids is not None
-                target = teacher(batch.gids, first + number)
+            target = None if teacher is None else teacher(batch.node_gids, first + number)
             terms = loss_terms(model, batch, cfg, scores, comm, labels, target)
             (comm.world / len(batches) * objective(terms, cfg)).backward()
         for name, value in terms.items():

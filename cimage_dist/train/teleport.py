@@ -26,10 +26,9 @@ from cimage_dist.config import Config
 from cimage_dist.data.store import Graph
 from cimage_dist.nn.encoder import principal_directions
 from cimage_dist.nn.inference import range_edges
-from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.propagate import propagate
 from cimage_dist.sampling.sampler import NeighbourSampler
-from cimage_dist.types import EdgeList, FeatureMoments, Topology
+from cimage_dist.types import FeatureMoments, Topology
 
 FALLBACK = 0.1
 LOWEST, HIGHEST = 0.01, 0.25
@@ -165,21 +164,14 @@ def _powers(
         yield torch.stack(found)
         return
     sampler = NeighbourSampler(
-        topology.indptr.numpy(), topology.indices.numpy(), _FANOUTS, seed=0, backend="csr"
+        topology.indptr.numpy(), topology.indices.numpy(), _FANOUTS, backend="csr"
     )
     for gids in nodes.split(_CHUNK):
-        sub = sampler.sample_keyed(gids.numpy(), key)
-        h = start(graph.x[sub.node_gid])
-        edges = EdgeList(
-            torch.from_numpy(sub.src),
-            torch.from_numpy(sub.dst),
-            len(sub.node_gid),
-            torch.from_numpy(sub.weight),
-            torch.from_numpy(sub.degree),
-        )
-        hops = Hops(sub.nodes_per_hop, sub.edges_per_hop)
+        view = sampler.sample(gids.numpy(), key, features=graph.x)
+        assert isinstance(view.x, Tensor)
+        h = halves.start(view.x)
         yield torch.stack(
-            [propagate(h, edges, 0.0, k, hops)[: len(gids)] for k in range(_LAYERS + 1)]
+            [propagate(h, view.edges, 0.0, k, view.hops)[: len(gids)] for k in range(_LAYERS + 1)]
         )
 
 

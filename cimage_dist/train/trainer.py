@@ -22,10 +22,10 @@ from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.nn.encoder import Encoder
-from cimage_dist.nn.features import Features, compact
+from cimage_dist.nn.features import compact
 from cimage_dist.nn.model import build_model, needs_moments, norm_kind
 from cimage_dist.nn.norm import BatchNorm, settle
-from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches, StepBatch
+from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches
 from cimage_dist.train.refresh import (
     Embedder,
     FullEmbedder,
@@ -35,7 +35,7 @@ from cimage_dist.train.refresh import (
 )
 from cimage_dist.train.step import PseudoLabels, train_step
 from cimage_dist.train.teleport import fit_to_graph
-from cimage_dist.types import CIScores, Topology
+from cimage_dist.types import Batch, CIScores, Features, Topology
 
 _TEACHER = "teacher."
 
@@ -241,7 +241,7 @@ class Trainer:
         self.scores, metrics = self.refresher(self.model.encoder, self.step, self.scores)
         return metrics
 
-    def advance(self, batches: Sequence[StepBatch]) -> dict[str, Tensor]:
+    def advance(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Collective: one optimiser step on train.accumulate batches."""
         self.model.train()
         first = self.step * self.cfg.train.accumulate
@@ -283,7 +283,7 @@ class Trainer:
             else:
                 kept.copy_(now)
 
-    def remaining(self) -> Iterator[list[StepBatch]]:
+    def remaining(self) -> Iterator[list[Batch]]:
         """The batches of each step to come, as they are made."""
         size = self.cfg.train.accumulate
         batches = self.batches.iterate(self.step * size, self.total_batches)

@@ -82,13 +82,13 @@ def test_batches_are_prefetched_through_pinned_memory(store_dir, small_sbm):
     assert isinstance(batches, SampledBatches)
     seen = []
     convert = batches.convert
-    batches.convert = lambda batch: (
+    batches.convert = lambda batch, step: (
         seen.append(batch.x.is_pinned() and batch.edges.src.is_pinned()),
-        convert(batch),
+        convert(batch, step),
     )[1]  # type: ignore[func-returns-value, method-assign]
     first = [batch.x.cpu() for batch in batches.iterate(0, 5)]
     assert seen == [True] * 5
-    expected = [convert(batches.source[step]).x.cpu() for step in range(5)]
+    expected = [convert(batches.source[step], step).x.cpu() for step in range(5)]
     assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
 
 

@@ -15,9 +15,8 @@ from cimage_dist.config import Config, LossConfig, ModelConfig
 from cimage_dist.config_loading import load_config
 from cimage_dist.losses.reconstruction import factor_loss, target_factors
 from cimage_dist.nn.model import FactorDecoder, build_model
-from cimage_dist.train.batches import StepBatch
 from cimage_dist.train.step import loss_terms
-from cimage_dist.types import CIScores, EdgeList
+from cimage_dist.types import Batch, CIScores, EdgeList
 from tests.settings import ROUTING
 
 FIRST = torch.tensor([True, False, False])  # factor 0 is the context, 1 and 2 are the others
@@ -174,16 +173,14 @@ def test_decoder_sees_visible_factors_only():
     assert [tuple(layer.weight.shape) for layer in decoder.layers] == [(7, 6), (7, 7), (6, 7)]
 
 
-def toy_batch() -> StepBatch:
+def toy_batch() -> Batch:
     src, dst = torch.tensor([1, 0, 2, 1, 3, 2, 4, 3]), torch.tensor([0, 1, 1, 2, 2, 3, 3, 4])
-    return StepBatch(
+    return Batch(
         x=torch.randn(5, 6, generator=torch.Generator().manual_seed(0)),
         edges=EdgeList(src, dst, 5),
         pairs=torch.tensor([[0, 1], [2, 3], [0, 4], [1, 3]]),
         num_pos=2,
-        weight=None,
         nodes=torch.arange(5),
-        node_weight=None,
         modularity=EdgeList(src, dst, 5),
         global_pos=2,
         global_neg=2,

@@ -12,9 +12,10 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.nn import messages
-from cimage_dist.nn.messages import Hops, weighted_sum
+from cimage_dist.nn.messages import weighted_sum
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.trainer import Trainer
+from cimage_dist.types import Hops
 from tests.settings import ROUTING, small_sbm_config
 
 

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from cimage_dist.nn.features import SparseRows, compact
+from cimage_dist.nn.features import compact
 from cimage_dist.nn.norm import BatchNorm, settle
+from cimage_dist.types import SparseRows
 
 
 def test_settled_moments_are_those_of_all_rows():

@@ -7,10 +7,9 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.nn.encoder import Encoder, principal_directions, start_from_pca
 from cimage_dist.nn.inference import encode_graph, encode_rows, num_stages
-from cimage_dist.nn.messages import Hops
 from cimage_dist.nn.model import build_model
 from cimage_dist.nn.propagate import propagate
-from cimage_dist.types import EdgeList, FeatureMoments, Topology
+from cimage_dist.types import EdgeList, FeatureMoments, Hops, Topology
 from tests.graphs import random_topology, topology_from_pairs
 
 

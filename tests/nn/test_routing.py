@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cimage_dist.nn.routing import assignments, normalize_factors, route
+from cimage_dist.errors import UserError
+from cimage_dist.nn.routing import RoutingConv, assignments, normalize_factors
 from cimage_dist.types import EdgeList, Topology
 from tests.graphs import random_topology, star
+from tests.nn.routed import route
 
 
 def dense_route(
@@ -51,7 +53,7 @@ def test_star_graph_equals_the_dense_loop(iterations, final_norm, init):
     torch.manual_seed(0)
     topology = star(6)
     x = torch.randn(7, 3, 4, dtype=torch.float64)
-    got = route(x, topology.edge_list(), iterations, 0.7, init, final_norm)
+    got = route(x, topology.edge_list(), iterations, 0.7, init=init, final_norm=final_norm)
     torch.testing.assert_close(
         got, dense_route(x, topology, iterations, 0.7, init, final_norm), rtol=0, atol=1e-12
     )
@@ -75,6 +77,47 @@ def test_random_graphs_equal_the_dense_loop(n, pairs, k, c, t, seed):
     torch.testing.assert_close(
         got, dense_route(x, topology, t, 1.0, "uniform", False), rtol=0, atol=1e-10
     )
+
+
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+def test_the_layer_equals_a_dense_form_of_the_equation(backend):
+    """Directed edges in any order, with weights, on [N, K·C] rows."""
+    generator = torch.Generator().manual_seed(0)
+    n, k, c, iterations, tau = 9, 3, 4, 3, 0.6
+    x = torch.randn(n, k * c, dtype=torch.float64, generator=generator, requires_grad=True)
+    a = torch.rand(n, n, dtype=torch.float64, generator=generator)  # a[v, u]: message u -> v
+    a[a < 0.6] = 0
+    dst, src = a.nonzero(as_tuple=True)
+    order = torch.randperm(len(src), generator=generator)
+    src, dst = src[order], dst[order]
+    conv = RoutingConv(k, iterations, tau, backend=backend)
+    got = conv(x, torch.stack([src, dst]), a[dst, src])
+
+    l = normalize_factors(x.view(n, k, c))  # noqa: E741
+    p = torch.full((n, n, k), 1 / k, dtype=torch.float64)
+    for t in range(iterations):
+        q = l + torch.einsum("vu,vuk,ukc->vkc", a, p, l)
+        if t < iterations - 1:
+            p = torch.softmax(torch.einsum("ukc,vkc->vuk", l, normalize_factors(q)) / tau, -1)
+    torch.testing.assert_close(got, q.flatten(1), rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (got, q)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+
+
+def test_the_layer_explains_bad_input():
+    conv, x, edges = RoutingConv(2), torch.randn(4, 6), torch.tensor([[0, 1], [1, 3]])
+    assert conv(x, edges).shape == (4, 6) and not list(conv.parameters())
+    for rows, index, match in (
+        (x[:, :5], edges, "multiple of its 2 factors"),
+        (x[:3], edges, "nodes 0 to 3, but x has 3 rows"),
+        (x, -edges, "nodes -3 to 0"),
+        (x, edges.t()[:1], "integers"),
+        (x, edges.float(), "integers"),
+    ):
+        with pytest.raises(UserError, match=match):
+            conv(rows, index)
+    with pytest.raises(UserError, match="at least 1"):
+        RoutingConv(0)
 
 
 def test_assignments_sum_to_one_over_factors():
@@ -157,9 +200,8 @@ def test_compiled_loops_leave_the_thread_count_of_torch_alone():
     """In a new process, where the compiled thread pool is not running yet."""
     code = (
         "import torch; torch.set_num_threads(1)\n"
-        "from cimage_dist.nn.routing import route\n"
-        "from tests.graphs import star\n"
-        "route(torch.randn(5, 2, 3), star(4).edge_list(), 3, grad='last')\n"
+        "from cimage_dist import RoutingConv\n"
+        "RoutingConv(2)(torch.randn(5, 6), torch.tensor([[0, 1], [1, 0]]))\n"
         "print(torch.get_num_threads())"
     )
     out = subprocess.run(

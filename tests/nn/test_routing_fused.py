@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cimage_dist.errors import UserError
-from cimage_dist.nn.kernels import routing_op
 from cimage_dist.nn.kernels.cpu import routing as routing_cpu
 from cimage_dist.nn.kernels.routing_op import route_op
-from cimage_dist.nn.routing import route
 from cimage_dist.types import EdgeList
+from tests.nn.routed import route
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -73,7 +72,7 @@ def outcome(
     x = case.x.clone().requires_grad_()
     weight = None if case.edges.weight is None else case.edges.weight.clone().requires_grad_()
     edges = dataclasses.replace(case.edges, weight=weight)
-    out = route(x, edges, iterations, temperature, init, False, grad, case.rows, backend)
+    out = route(x, edges, iterations, temperature, case.rows, init=init, grad=grad, backend=backend)
     direction = torch.randn(
         out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     ).to(out.dtype)
@@ -179,8 +178,8 @@ def test_gradcheck(init, hub, monkeypatch):
             dataclasses.replace(case.edges, weight=w),
             3,
             0.7,
-            init,
-            targets=case.rows,
+            case.rows,
+            init=init,
             backend="fused",
         )
 
@@ -236,7 +235,7 @@ def test_nothing_is_kept_but_the_inputs():
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         x = case.x.requires_grad_()
-        route_op(x, 0, case.edges.pointers(50), case.edges.src, None, 5, 1.0, False, True, True)
+        route_op(x, case.edges.pointers(50), case.edges.src, None, 0, 5, 1.0, False, True, True)
     places = {t.data_ptr() for t in held}
     assert places <= {x.data_ptr(), case.edges.pointers(50).data_ptr(), case.edges.src.data_ptr()}
 
@@ -245,10 +244,10 @@ def test_the_operator_obeys_the_rules_of_torch_library():
     case = make(8, 8, 20, 3, 2, seed=8, zero_rows=False, is_weighted=True)
     args = (
         case.x.requires_grad_(),
-        0,
         case.edges.pointers(8),
         case.edges.src,
         case.edges.weight.requires_grad_(),
+        0,
         2,
         1.0,
         False,
@@ -267,7 +266,7 @@ def test_one_node_under_compile():
 
     def call(x: torch.Tensor) -> torch.Tensor:
         return (
-            route_op(x, 0, indptr, case.edges.src, None, 3, 1.0, False, True, True).square().sum()
+            route_op(x, indptr, case.edges.src, None, 0, 3, 1.0, False, True, True).square().sum()
         )
 
     call(plain).backward()
@@ -277,7 +276,7 @@ def test_one_node_under_compile():
 
 def test_asking_for_what_is_not_there(monkeypatch):
     case = make(4, 4, 6, 2, 2, seed=0)
-    monkeypatch.setattr(routing_op, "_CPU_TYPES", ())
+    monkeypatch.setattr(routing_cpu, "_TYPES", ())
     with pytest.raises(UserError, match=r"routing_backend.*triton"):
         route(case.x, case.edges, 2, backend="fused")
     assert torch.isfinite(route(case.x, case.edges, 2, targets=case.rows)).all()
@@ -287,7 +286,7 @@ def test_messages_in_any_order():
     case = make(20, 20, 100, 4, 4, seed=11, is_weighted=True)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
     edges = EdgeList(case.edges.src[order], case.edges.dst[order], 20, case.edges.weight[order])
-    assert case.edges.by_target() is case.edges
+    assert case.edges.by_target is case.edges
     got, want = (route(case.x, each, 3, backend="fused") for each in (edges, case.edges))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 

@@ -15,6 +15,7 @@ SCRIPT = """
 import threading, numpy as np, torch
 torch.set_num_threads(1)
 from cimage_dist.nn.kernels.cpu import routing as routing_cpu
+from cimage_dist.nn.kernels.routing_op import Routing
 generator = torch.Generator().manual_seed(0)
 nodes = 1500
 x, grad = (torch.randn(nodes, 4, 8, generator=generator) for _ in range(2))
@@ -22,7 +23,8 @@ indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(3, 12, (nod
 ids = torch.randint(0, nodes, (int(indptr[-1]),), generator=generator)
 
 def run():
-    return routing_cpu.forward(x, 0, indptr, ids, None, 4, 1.0, False), routing_cpu.backward(grad, x, 0, indptr, ids, None, 4, 1.0, False, True)[0]
+    call = Routing(x, indptr, ids, None, 0, 4, 1.0, False, True, True)
+    return routing_cpu.forward(call), routing_cpu.backward(grad, call)[0]
 
 first, done = run(), threading.Event()
 

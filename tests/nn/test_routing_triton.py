@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from cimage_dist.nn.kernels.routing_op import Routing
 from cimage_dist.nn.kernels.triton import routing as routing_triton
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -98,6 +99,32 @@ def plain(
     return a
 
 
+def routing(
+    l_NKC: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor | None,
+    rounds: int,
+    temperature: float = 1.0,
+    self_init: bool = False,
+    through_all: bool = True,
+    unit: bool = False,
+) -> Routing:
+    """A call on rows that are normalised already, unless `unit`."""
+    return Routing(
+        l_NKC,
+        indptr,
+        indices,
+        weight,
+        first=FIRST,
+        iterations=rounds,
+        temperature=temperature,
+        self_init=self_init,
+        through_all=through_all,
+        unit=unit,
+    )
+
+
 def graph(num_factors: int, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """10 rows, 7 of them targets: degrees 0 and 1, repeated neighbours, a zero row and a zero
     factor that send and receive.
@@ -162,14 +189,14 @@ def check_against_autograd(
     wanted = torch.autograd.grad(
         expected, [leaf] if leaf_weight is None else [leaf, leaf_weight], grad.double()
     )
-    call = (FIRST, indptr, indices.to(ids), weights, rounds, 0.7, self_init)
+    call = routing(stored, indptr, indices.to(ids), weights, rounds, 0.7, self_init, through_all)
     with ExitStack() as stack:
         for name, value in PATHS[path].items():
             stack.enter_context(mock.patch.object(routing_triton, name, value))
         runs = [
             (
-                routing_triton.forward(stored, *call),
-                *routing_triton.backward(grad, stored, *call, through_all),
+                routing_triton.forward(call),
+                *routing_triton.backward(grad, call),
             )
             for _ in range(times)
         ]
@@ -201,9 +228,7 @@ def check_opposite_neighbours() -> None:
     assert wanted.abs().max() > 1e9
     for hub_degree in (1, 2):
         with mock.patch.object(routing_triton, "_HUB_DEGREE", hub_degree):
-            got, _ = routing_triton.backward(
-                grad, l_NKC, FIRST, indptr, indices, None, 2, 1.0, False, True
-            )
+            got, _ = routing_triton.backward(grad, routing(l_NKC, indptr, indices, None, 2))
         torch.testing.assert_close(
             got, wanted, rtol=1e-7, atol=0
         )  # the kernels' floor is a float32 number
@@ -218,9 +243,9 @@ def check_part_of_a_larger_graph() -> None:
     leaf, leaf_weight = l_NKC.clone().requires_grad_(), weight.clone().requires_grad_()
     expected = plain(leaf, piece, indices, leaf_weight, 2, 1.0, False, True)
     wanted = torch.autograd.grad(expected, (leaf, leaf_weight), grad)
-    call = (FIRST, piece, indices, weight, 2, 1.0, False)
-    torch.testing.assert_close(routing_triton.forward(l_NKC, *call), expected, rtol=0, atol=1e-12)
-    for got, want in zip(routing_triton.backward(grad, l_NKC, *call, True), wanted, strict=True):
+    call = routing(l_NKC, piece, indices, weight, 2)
+    torch.testing.assert_close(routing_triton.forward(call), expected, rtol=0, atol=1e-12)
+    for got, want in zip(routing_triton.backward(grad, call), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
@@ -228,23 +253,38 @@ def check_nothing_to_do() -> None:
     """No target, and targets without any message."""
     l_NKC, _, _, _ = graph(3, 2)
     for num_targets in (0, 4):
-        call = (
-            FIRST,
+        call = routing(
+            l_NKC,
             torch.zeros(num_targets + 1, dtype=torch.int64),
             torch.empty(0, dtype=torch.int64),
             torch.empty(0, dtype=torch.float64),
             3,
-            1.0,
-            False,
         )
-        assert torch.equal(routing_triton.forward(l_NKC, *call), l_NKC[FIRST : FIRST + num_targets])
+        assert torch.equal(routing_triton.forward(call), l_NKC[FIRST : FIRST + num_targets])
         grad_l, grad_weight = routing_triton.backward(
-            torch.ones(num_targets, 3, 2, dtype=torch.float64), l_NKC, *call, True
+            torch.ones(num_targets, 3, 2, dtype=torch.float64), call
         )
         want = torch.zeros_like(l_NKC)
         want[FIRST : FIRST + num_targets] = 1
         assert torch.equal(grad_l, want)
         assert grad_weight.shape == (0,)
+
+
+def check_rows_of_any_length() -> None:
+    """`unit`: the gradient goes through the normalisation of the rows; at a zero factor it is that
+    of x / 1e-12.
+    """
+    l_NKC, indptr, indices, weight = graph(3, 4)
+    x = l_NKC * torch.arange(1.0, 11.0, dtype=torch.float64).view(-1, 1, 1)
+    leaf = x.clone().requires_grad_()
+    grad = torch.randn(7, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    unit = F.normalize(leaf, dim=-1, eps=1e-12)
+    expected = plain(unit, indptr, indices, weight, 3, 1.0, False, True)
+    (wanted,) = torch.autograd.grad(expected, leaf, grad)
+    call = routing(x, indptr, indices, weight, 3, unit=True)
+    torch.testing.assert_close(routing_triton.forward(call), expected, rtol=0, atol=1e-12)
+    got, _ = routing_triton.backward(grad, call)
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
 
 
 KERNELS = {
@@ -289,21 +329,21 @@ def check_compiles(
         )
 
     l_NKC, indptr, indices, weight = graph(num_factors, channels)
-    call = (
-        FIRST,
+    call = routing(
+        l_NKC.to(dtype),
         indptr,
         indices.int(),
         weight.float() if through_all else None,
         rounds,
-        1.0,
-        not through_all,
+        self_init=not through_all,
+        through_all=through_all,
     )
     with (
         mock.patch.object(triton.JITFunction, "__getitem__", compile_only),
         mock.patch.object(routing_triton, "_HUB_DEGREE", 5),
     ):
-        routing_triton.forward(l_NKC.to(dtype), *call)
-        routing_triton.backward(l_NKC[:7].to(dtype), l_NKC.to(dtype), *call, through_all)
+        routing_triton.forward(call)
+        routing_triton.backward(l_NKC[:7].to(dtype), call)
     assert {kernel.metadata.name for kernel in compiled} == KERNELS
     for kernel in compiled:
         path = Path(folder) / "kernel.cubin"
@@ -378,7 +418,13 @@ def test_storage_and_the_same_bits_twice(interpreted, dtype, tolerance):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "check", [check_opposite_neighbours, check_part_of_a_larger_graph, check_nothing_to_do]
+    "check",
+    [
+        check_opposite_neighbours,
+        check_part_of_a_larger_graph,
+        check_nothing_to_do,
+        check_rows_of_any_length,
+    ],
 )
 def test_corners(interpreted, check):
     interpreted(check)
@@ -396,7 +442,7 @@ def test_kernels_compile_without_a_device(compiled, tmp_path, arch, dtype, round
 def test_triton_is_not_imported_before_it_is_needed():
     code = (
         "import sys; from cimage_dist.nn.kernels.triton import routing as routing_triton; "
-        "routing_triton.is_available(); print('triton' in sys.modules)"
+        "routing_triton.is_available(None); print('triton' in sys.modules)"
     )
     assert (
         subprocess.run(
@@ -413,7 +459,7 @@ def test_triton_is_not_imported_before_it_is_needed():
 def test_availability(monkeypatch, variable, installed, available):
     monkeypatch.setenv("TRITON_INTERPRET", variable)
     monkeypatch.setattr(routing_triton, "find_spec", lambda name: object() if installed else None)
-    assert routing_triton.is_available() == available
+    assert routing_triton.is_available(torch.float32) == available
 
 
 @needs_triton

@@ -17,7 +17,6 @@ from sklearn.metrics import adjusted_rand_score
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.features import Features
 from cimage_dist.pseudo.dinknet import DinkNetSettings, _Run, dinknet_labels, settings_for
 from cimage_dist.pseudo.dinknet_model import (
     DinkNet,
@@ -30,7 +29,7 @@ from cimage_dist.pseudo.dinknet_model import (
 )
 from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.rdgae import step_on
-from cimage_dist.types import Topology
+from cimage_dist.types import Features, Topology
 from tests.graphs import random_topology
 from tests.pseudo.test_propagated import dense_gcn, planted, sparse
 

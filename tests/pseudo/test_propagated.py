@@ -10,7 +10,6 @@ import torch
 from sklearn.metrics import adjusted_rand_score
 
 from cimage_dist.errors import UserError
-from cimage_dist.nn.features import Features, SparseRows
 from cimage_dist.pseudo import propagated
 from cimage_dist.pseudo.propagated import (
     PropagatedSettings,
@@ -20,7 +19,7 @@ from cimage_dist.pseudo.propagated import (
     settings_for,
     smooth,
 )
-from cimage_dist.types import Topology
+from cimage_dist.types import Features, SparseRows, Topology
 from tests.graphs import random_topology, star, topology_from_pairs
 
 

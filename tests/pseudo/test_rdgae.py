@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.features import SparseRows, compact
+from cimage_dist.nn.features import compact
 from cimage_dist.pseudo import rdgae_loss
 from cimage_dist.pseudo.metrics import contingency, matched_accuracy
 from cimage_dist.pseudo.rdgae import (
@@ -24,7 +24,7 @@ from cimage_dist.pseudo.rdgae import (
     settings_for,
 )
 from cimage_dist.pseudo.rdgae_loss import TargetGraph, TrustedNodes
-from cimage_dist.types import Topology
+from cimage_dist.types import SparseRows, Topology
 from tests.graphs import random_topology, topology_from_pairs
 
 CPU = torch.device("cpu")

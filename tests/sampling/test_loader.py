@@ -10,31 +10,29 @@ from cimage_dist import keyed
 from cimage_dist.errors import UserError
 from cimage_dist.sampling import seeds as seeds_module
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
-from cimage_dist.types import SampledBatch
+from cimage_dist.types import Batch, Hops, View
 from tests.sampling.toy_csr import make_csr, random_csr, star_csr
 
-TENSORS = ("node_gid", "degree", "pos", "pos_weight", "neg", "neg_weight")
 
-
-def flatten(batch: SampledBatch) -> list[torch.Tensor]:
-    edges = [batch.edges.src, batch.edges.dst] + (
-        [] if batch.edges.weight is None else [batch.edges.weight]
-    )
-    return [getattr(batch, name) for name in TENSORS] + edges
-
-
-def assert_same(first: list[SampledBatch], second: list[SampledBatch]) -> None:
-    assert [b.step for b in first] == [b.step for b in second]
+def assert_same(first: list[Batch], second: list[Batch]) -> None:
     for a, b in zip(first, second, strict=True):
-        assert (a.nodes_per_hop, a.edges_per_hop, a.global_pos, a.global_neg) == (
-            b.nodes_per_hop,
-            b.edges_per_hop,
-            b.global_pos,
-            b.global_neg,
-        )
-        assert len(flatten(a)) == len(flatten(b)) and all(
-            torch.equal(x, y) for x, y in zip(flatten(a), flatten(b), strict=True)
-        )
+        for name in ("hops", "num_pos", "global_pos", "global_neg", "global_nodes"):
+            assert getattr(a, name) == getattr(b, name), name
+        for name in ("x", "nodes", "gids", "pairs", "weight", "node_weight"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        for name in ("src", "dst", "weight", "degree"):
+            one, other = getattr(a.edges, name), getattr(b.edges, name)
+            assert one is other is None or torch.equal(one, other), name
+
+
+def gids_of(view: View) -> torch.Tensor:
+    assert view.gids is not None
+    return view.gids
+
+
+def hops_of(view: View) -> Hops:
+    assert view.hops is not None
+    return view.hops
 
 
 def make_source(**options: object) -> BatchSource:
@@ -53,23 +51,21 @@ def test_a_second_view_sees_the_same_positives_and_none_of_their_edges():
     for step in (0, 3):
         plain, batch = one[step], two[step]
         assert plain.second is None and batch.second is not None
-        assert torch.equal(plain.node_gid, batch.node_gid) and torch.equal(
-            plain.edges.src, batch.edges.src
-        )
+        assert_same([plain], [batch])
         view = batch.second
-        assert torch.equal(view.node_gid[view.pos], batch.node_gid[batch.pos])
+        assert torch.equal(view.node_gids, batch.node_gids)
         listed = two.hidden(step, two.schedule.batch(step), 1)
-        src, dst = (view.node_gid[ends].numpy() for ends in (view.edges.src, view.edges.dst))
+        src, dst = (gids_of(view)[ends].numpy() for ends in (view.edges.src, view.edges.dst))
         assert len(src) and not listed.is_hidden(dst, src).any()
         assert listed.extra_key != two.hidden(step, two.schedule.batch(step)).extra_key
         moved = batch.to(torch.device("cpu"))
-        assert moved.second is not None and torch.equal(moved.second.pos, view.pos)
+        assert moved.second is not None and torch.equal(moved.second.nodes, view.nodes)
 
 
 def test_without_negatives_only_the_positives_are_seeds():
     batch = make_source(has_negatives=False)[0]
-    assert batch.neg.shape == (0, 2) and batch.global_neg == 0
-    assert batch.nodes_per_hop[0] == batch.pos.unique().numel()
+    assert len(batch.pairs) == batch.num_pos and batch.global_neg == 0
+    assert hops_of(batch).nodes[0] == batch.pairs.unique().numel()
 
 
 def test_worker_processes_do_not_change_the_batches() -> None:
@@ -86,10 +82,10 @@ def test_features_are_read_with_the_batch(workers: int) -> None:
     """In the type they are stored in."""
     rows = np.arange(3 * make_source().schedule.num_nodes, dtype=np.float16).reshape(-1, 3)
     batches = list(BatchLoader(make_source(features=rows), 0, 4, workers=workers))
-    assert make_source()[0].x is None
+    assert make_source()[0].x.shape[1] == 0
     for batch in batches:
-        assert batch.x is not None and batch.x.dtype == torch.float16
-        assert torch.equal(batch.x, torch.from_numpy(rows[batch.node_gid.numpy()]))
+        assert isinstance(batch.x, torch.Tensor) and batch.x.dtype == torch.float16
+        assert torch.equal(batch.x, torch.from_numpy(rows[gids_of(batch).numpy()]))
 
 
 def test_starting_in_the_middle_gives_the_same_batches() -> None:
@@ -101,8 +97,8 @@ def test_starting_in_the_middle_gives_the_same_batches() -> None:
 def test_leaving_early_ends_the_processes() -> None:
     before = multiprocessing.active_children()  # of other tests of this process
     source = make_source()
-    for batch in BatchLoader(source, 0, 1000, workers=2):
-        if batch.step == 2:
+    for step, _ in enumerate(BatchLoader(source, 0, 1000, workers=2)):
+        if step == 2:
             break
     assert set(multiprocessing.active_children()) <= set(before)
 
@@ -118,7 +114,8 @@ def test_no_message_follows_a_hidden_edge(hide_rate: float) -> None:
         batch = source[step]
         whole = source.schedule.batch(step)
         unseen = {frozenset(pair) for pair in zip(whole.u.tolist(), whole.v.tolist(), strict=True)}
-        source_gid, target_gid = batch.node_gid[batch.edges.src], batch.node_gid[batch.edges.dst]
+        gids = gids_of(batch)
+        source_gid, target_gid = gids[batch.edges.src], gids[batch.edges.dst]
         assert not unseen & {
             frozenset(pair) for pair in zip(source_gid.tolist(), target_gid.tolist(), strict=True)
         }
@@ -138,30 +135,29 @@ def test_ranks_together_hold_the_global_batch(world: int, batch_edges: int) -> N
     for step in (0, schedule.steps_per_epoch - 1):
         parts = [source[step] for source in sources]
         for name, whole in (("pos", schedule.batch(step)), ("neg", schedule.negatives(step))):
-            pairs = torch.cat([part.node_gid[getattr(part, name)] for part in parts])
+            at = [slice(p.num_pos) if name == "pos" else slice(p.num_pos, None) for p in parts]
+            pairs = torch.cat([gids_of(p)[p.pairs[own]] for p, own in zip(parts, at, strict=True)])
             assert torch.equal(pairs, torch.from_numpy(np.stack([whole.u, whole.v], axis=1)))
-            assert torch.equal(
-                torch.cat([getattr(part, f"{name}_weight") for part in parts]),
-                torch.from_numpy(whole.weight),
-            )
+            weight = np.concatenate([p.weight[own] for p, own in zip(parts, at, strict=True)])
+            assert np.array_equal(weight, whole.weight)
             assert {getattr(part, f"global_{name}") for part in parts} == {whole.total}
+        ends = torch.cat([part.node_gids for part in parts]).view(-1, 2)
+        whole = schedule.batch(step)
+        assert np.array_equal(ends, np.stack([whole.u, whole.v], axis=1))
+        assert np.array_equal(torch.cat([p.node_weight for p in parts]), whole.weight.repeat(2))
         # A node is drawn alike on every rank: what two ranks sampled into it as a seed is the same.
         into: dict[int, list[int]] = {}
         for part in parts:
-            is_seed = part.edges.dst < part.nodes_per_hop[0]
-            sources_of = part.node_gid[part.edges.src[is_seed]]
-            for gid in part.node_gid[: part.nodes_per_hop[0]].tolist():
-                mine = sources_of[part.node_gid[part.edges.dst[is_seed]] == gid].tolist()
+            is_seed = part.edges.dst < hops_of(part).nodes[0]
+            sources_of = gids_of(part)[part.edges.src[is_seed]]
+            for gid in gids_of(part)[: hops_of(part).nodes[0]].tolist():
+                mine = sources_of[gids_of(part)[part.edges.dst[is_seed]] == gid].tolist()
                 assert into.setdefault(gid, mine) == mine
 
 
 def test_a_rank_without_edges_gets_an_empty_batch() -> None:
     batch = make_source(batch_edges=2, rank=0, world=5)[0]
-    assert (
-        batch.pos.shape == batch.neg.shape == (0, 2)
-        and batch.node_gid.numel() == 0
-        and batch.edges.num_nodes == 0
-    )
+    assert batch.pairs.shape == (0, 2) and gids_of(batch).numel() == batch.edges.num_nodes == 0
     assert batch.global_pos == 2
 
 
@@ -172,9 +168,10 @@ def test_weights_only_where_a_fanout_is_capped() -> None:
     assert batch.edges.weight is not None and float(batch.edges.weight.max()) > 1
     batch = make_source(hide_rate=0.0)[0]
     assert batch.edges.weight is not None
-    expanded = sum(batch.nodes_per_hop[:-1])
+    assert batch.edges.degree is not None
+    expanded = sum(hops_of(batch).nodes[:-1])
     total = torch.zeros(batch.edges.num_nodes).index_add_(0, batch.edges.dst, batch.edges.weight)
-    torch.testing.assert_close(total[:expanded], batch.degree[:expanded])  # float32 sums
+    torch.testing.assert_close(total[:expanded], batch.edges.degree[:expanded])  # float32 sums
 
 
 def test_negatives_without_rejection_are_counted_without_placing_them(
@@ -185,7 +182,7 @@ def test_negatives_without_rejection_are_counted_without_placing_them(
     last = source.schedule.steps_per_epoch - 1
     assert source[last].global_neg == source[last].global_pos < 64
     whole = source.schedule.negatives(last)
-    pairs = source[last].node_gid[source[last].neg]
+    pairs = gids_of(source[last])[source[last].pairs[source[last].num_pos :]]
     assert torch.equal(
         pairs, torch.from_numpy(np.stack([whole.u, whole.v], axis=1)[source.begin : source.end])
     )
@@ -204,9 +201,9 @@ def test_one_edge_and_a_star() -> None:
     assert batch.edges.src.numel() == 0  # the only edge is the positive, so nothing may be seen
     star = BatchSource(*star_csr(100_000), fanouts=[10, 10], batch_edges=32, seed=0, backend="csr")
     batch = star[0]
-    assert batch.node_gid[batch.pos].min(dim=1).values.tolist() == [0] * 32
-    hub = int((batch.node_gid == 0).nonzero())
-    assert float(batch.degree[hub]) == 100_000 - 32
+    assert batch.node_gids.view(-1, 2).min(dim=1).values.tolist() == [0] * 32
+    hub = int((gids_of(batch) == 0).nonzero())
+    assert float(batch.edges.degree[hub]) == 100_000 - 32
     assert int((batch.edges.dst == hub).sum()) == 10
 
 

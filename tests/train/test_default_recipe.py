@@ -80,18 +80,18 @@ def test_short_fan_outs_train_that_many_hops_and_embed_all_layers(
     assert encoder.cfg.propagation == "gcn" and encoder.cfg.num_layers > 2
     assert isinstance(trainer.batches, SampledBatches)
     batch = trainer.batches.source[0]
-    step = trainer.batches.convert(batch)
+    step = trainer.batches.convert(batch, 0)
     assert step.hops is not None
     with torch.no_grad():
         z = encoder(step.x, step.edges, step.hops).z
-    seeds = torch.cat([batch.pos, batch.neg]).unique()
-    seen = without(small_sbm.topology(), batch.node_gid[batch.pos])
+    seeds = batch.pairs.unique()
+    seen = without(small_sbm.topology(), batch.node_gids.view(-1, 2))
     layers = encoder.cfg.num_layers
     encoder.cfg.num_layers = 2
     two_hops = encode_graph(encoder, x, seen).z
     encoder.cfg.num_layers = layers
     # float64; sums over a few dozen neighbours in another order.
-    torch.testing.assert_close(z[seeds], two_hops[batch.node_gid[seeds]], rtol=0, atol=1e-10)
+    torch.testing.assert_close(z[seeds], two_hops[batch.gids[seeds]], rtol=0, atol=1e-10)
 
     edges = small_sbm.topology().edge_list()
     with torch.no_grad():

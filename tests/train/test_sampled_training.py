@@ -29,7 +29,7 @@ from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import MEASURED
 from cimage_dist.train.sink import LocalSink, MemorySink
 from cimage_dist.train.trainer import Trainer
-from cimage_dist.types import EdgeList, SampledBatch, Topology
+from cimage_dist.types import Batch, EdgeList, Topology
 from tests.settings import ROUTING, small_sbm_config
 
 MODEL = [
@@ -75,16 +75,15 @@ def without(topology: Topology, pairs: torch.Tensor) -> Topology:
     )
 
 
-def seed_output(
-    trainer: Trainer, batch: SampledBatch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def seed_output(trainer: Trainer, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Global ids, h and z of the seeds by the mini-batch encoder."""
     assert isinstance(trainer.batches, SampledBatches)
-    step = trainer.batches.convert(batch)
+    step = trainer.batches.convert(batch, 0)
     with torch.no_grad():
         h, z = trainer.model.encoder.eval()(step.x, step.edges)
-    seeds = torch.cat([batch.pos, batch.neg]).unique()
-    return batch.node_gid[seeds], h[seeds], z[seeds]
+    seeds = batch.pairs.unique()
+    assert batch.gids is not None
+    return batch.gids[seeds], h[seeds], z[seeds]
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -108,7 +107,7 @@ def test_all_neighbours_of_the_receptive_field_give_the_full_graph_output(
     assert isinstance(trainer.batches, SampledBatches)
     batch = trainer.batches.source[0]
     gids, h, z = seed_output(trainer, batch)
-    seen = without(small_sbm.topology(), batch.node_gid[batch.pos])
+    seen = without(small_sbm.topology(), batch.node_gids.view(-1, 2))
     whole = encode_graph(trainer.model.encoder, small_sbm.features().double(), seen)
     assert gids.numel() > 100
     # float64; sums over a few dozen neighbours in another order.
@@ -135,7 +134,7 @@ def test_a_smaller_field_does_not(fanouts, store_dir, small_sbm, double):
     whole = encode_graph(
         trainer.model.encoder,
         small_sbm.features().double(),
-        without(small_sbm.topology(), batch.node_gid[batch.pos]),
+        without(small_sbm.topology(), batch.node_gids.view(-1, 2)),
     )
     assert float((z - whole.z[gids]).abs().max()) > 1e-4
 
@@ -154,7 +153,7 @@ def test_no_message_follows_a_seed_edge_or_a_hidden_one(store_dir, small_sbm):
     for step in range(trainer.batches.steps_per_epoch):
         batch = source[step]
         whole = source.schedule.batch(step)
-        messages = batch.node_gid[torch.stack([batch.edges.src, batch.edges.dst], 1)].numpy()
+        messages = batch.gids[torch.stack([batch.edges.src, batch.edges.dst], 1)].numpy()
         hidden = source.hidden(step, whole)
         assert not hidden.is_hidden(messages[:, 0], messages[:, 1]).any()
         keys = np.concatenate([whole.u * n + whole.v, whole.v * n + whole.u])
@@ -211,7 +210,7 @@ def test_features_are_read_for_the_rows_of_a_batch_only(dtype, store_dir, monkey
         batch = next(batches)[0]
         assert isinstance(trainer.batches, SampledBatches)
         read = watched.taken[-1]
-        np.testing.assert_array_equal(read, trainer.batches.source[step].node_gid.numpy())
+        np.testing.assert_array_equal(read, trainer.batches.source[step].gids.numpy())
         assert batch.x.shape[0] == len(read) < graph.num_nodes and batch.x.dtype == torch.float32
         trainer.advance([batch])
     trainer.embedder(trainer.model.encoder, torch.tensor([3, 4]), 0)
@@ -222,7 +221,7 @@ def test_what_a_batch_reads_is_what_the_store_holds(store_dir, small_sbm):
     cfg = small_sbm_config(store_dir, *MODEL, "sampler.fanouts=[2,2]", "sampler.batch_edges=4")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert isinstance(trainer.batches, SampledBatches)
-    gids = trainer.batches.source[0].node_gid
+    gids = trainer.batches.source[0].gids
     assert torch.equal(next(trainer.remaining())[0].x, small_sbm.features()[gids])
 
 

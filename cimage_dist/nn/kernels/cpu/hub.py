@@ -11,7 +11,14 @@ import numba
 import numpy as np
 
 from cimage_dist.nn.kernels.cpu.loops import add_neighbour_grad, fill, normalise, normalise_grad
-from cimage_dist.nn.kernels.cpu.passes import GROUP, add_messages, assign, back_messages
+from cimage_dist.nn.kernels.cpu.passes import (
+    GROUP,
+    Problem,
+    add_messages,
+    assign,
+    back_messages,
+    messages_of,
+)
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 from cimage_dist.nn.kernels.cpu.threads import run_parts
 
@@ -28,19 +35,8 @@ def _sum_blocks(
     """Σ w·p_t·l[u] over each block of a part, the centre of iteration t being the t-th row of the
     centres.
     """
-    rows, ids, weight, padding = (
-        pointer(pb.rows),
-        pointer(pb.indices),
-        pointer(pb.weight),
-        pointer(pb.padding),
-    )
-    centres, sums, channels, blocks, has_weight = (
-        pointer(centres_array),
-        pointer(partial_array),
-        pb.channels,
-        pb.blocks,
-        pb.weight.size > 0,
-    )
+    m, channels, blocks = messages_of(pb), pb.channels, pb.blocks
+    centres, sums = pointer(centres_array), pointer(partial_array)
     size, width, share = blocks * channels * LANES, blocks * LANES, pb.share if t == 0 else 0.0
     scratch = np.empty(2 * GROUP * width, pb.rows.dtype)
     p, scaled = pointer(scratch), pointer(scratch[GROUP * width :])
@@ -52,26 +48,7 @@ def _sum_blocks(
         )
         fill(sums, block * size, size, 0.0)
         add_messages(
-            rows,
-            ids,
-            weight,
-            has_weight,
-            low,
-            high,
-            centres,
-            t * size,
-            share,
-            pb.inv_tau,
-            padding,
-            p,
-            0,
-            width,
-            False,
-            scaled,
-            sums,
-            block * size,
-            channels,
-            blocks,
+            m, low, high, centres, t * size, share, p, 0, width, False, scaled, sums, block * size
         )
     keep(scratch)
 
@@ -94,12 +71,6 @@ def _coefficients(
     """α and β of the messages low .. high at iteration t; adds to the weights' gradients, and Σ
     β·l[u] to the output, unless these arrays are empty.
     """
-    rows, ids, weight, padding = (
-        pointer(pb.rows),
-        pointer(pb.indices),
-        pointer(pb.weight),
-        pointer(pb.padding),
-    )
     grads, centres, coef, grad_w, out = (
         pointer(grads_array),
         pointer(centres_array),
@@ -107,45 +78,12 @@ def _coefficients(
         pointer(grad_w_array),
         pointer(out_array),
     )
-    channels, blocks, has_weight = pb.channels, pb.blocks, pb.weight.size > 0
-    size, share = blocks * channels * LANES, pb.share if t == 0 else 0.0
-    assign(
-        rows,
-        ids,
-        low,
-        high,
-        centres,
-        t * size,
-        coef,
-        at,
-        stride,
-        share,
-        pb.inv_tau,
-        padding,
-        channels,
-        blocks,
-    )
+    m, size, share = messages_of(pb), pb.blocks * pb.channels * LANES, pb.share if t == 0 else 0.0
+    assign(m, low, high, centres, t * size, share, coef, at, stride)
     back_messages(
-        rows,
-        ids,
-        weight,
-        has_weight,
-        low,
-        high,
-        grads,
-        t * size,
-        pb.inv_tau,
-        coef,
-        at,
-        stride,
-        grad_w,
-        grad_w_array.size > 0,
-        out_array.size > 0,
-        out,
-        out_at,
-        channels,
-        blocks,
-    )
+        m, low, high, grads, t * size,
+        coef, at, stride, grad_w, grad_w_array.size > 0, out_array.size > 0, out, out_at,
+    )  # fmt: skip
 
 
 @_compiled
@@ -288,7 +226,7 @@ class _Hub:
     messages.
     """
 
-    def __init__(self, pb: Any, v: int, parts: int) -> None:
+    def __init__(self, pb: Problem, v: int, parts: int) -> None:
         self.pb, self.v, self.parts = pb, v, parts
         self.size = pb.blocks * pb.channels * LANES
         dtype, count = pb.rows.dtype, -(-int(pb.indptr[v + 1] - pb.indptr[v]) // BLOCK)
@@ -343,22 +281,16 @@ class _Hub:
                     own_grad += self._total()
 
 
-def hub_forward(pb: Any, v: int, parts: int) -> Any:
+def hub_forward(pb: Problem, v: int, parts: int) -> Any:
     """The last sum of a hub, packed."""
     return _Hub(pb, v, parts).repeat()
 
 
-def hub_backward(
-    pb: Any,
-    v: int,
-    grad: Any,
-    through_all: bool,
-    parts: int,
-    at_once: int,
-    grad_l: Any,
-    grad_w: Any,
-) -> None:
-    """Add the hub's contributions to grad_l and grad_w, `at_once` messages at a time."""
+def hub_backward(pb: Problem, v: int, grad: Any, parts: int, grad_l: Any, grad_w: Any) -> None:
+    """Add the hub's contributions to grad_l and grad_w, as many messages at a time as make a target
+    a hub.
+    """
+    through_all, at_once = pb.through_all, pb.hub_messages
     hub = _Hub(pb, v, parts)
     hub.repeat()
     size, last = hub.size, pb.iterations - 1

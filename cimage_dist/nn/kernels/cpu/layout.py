@@ -1,4 +1,4 @@
-"""The packed layout of the compiled routing loops, to and fro. See `nn/routing_loops.py` for what
+"""The packed layout of the compiled routing loops, to and fro. See `loops.py` for what
 it is good for.
 """
 

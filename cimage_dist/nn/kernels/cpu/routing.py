@@ -11,7 +11,7 @@ shared out among the threads in blocks, whose sums are added in order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -28,34 +28,23 @@ from cimage_dist.nn.kernels.cpu.loops import (
     normalise,
     normalise_grad,
 )
-from cimage_dist.nn.kernels.cpu.passes import GROUP, add_messages, back_messages
+from cimage_dist.nn.kernels.cpu.passes import (
+    GROUP,
+    Problem,
+    add_messages,
+    back_messages,
+    messages_of,
+)
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 from cimage_dist.nn.kernels.cpu.threads import num_parts, run_parts
+from cimage_dist.nn.kernels.routing_op import Routing
 
 HUB_MESSAGES = 4096  # a target with more is a hub
 GRADIENT_BYTES = (
     2 << 30
 )  # of the threads' gradients together; with fewer than threads, fewer threads walk back
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
-
-
-class _Problem(NamedTuple):
-    """What every loop needs to know. Flat packed `rows`; target v is row first + v."""
-
-    rows: Any
-    first: int
-    indptr: Any
-    indices: Any
-    weight: Any
-    padding: Any
-    num_factors: int
-    channels: int
-    blocks: int
-    iterations: int
-    inv_tau: float
-    hub_messages: int
-    # of every factor in the first iteration; 0: it too is assigned, by the target's own row
-    share: float
 
 
 @_compiled
@@ -78,13 +67,7 @@ def _begin(indptr: Any, part: int, parts: int) -> int:
 @_compiled
 def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
     """The last sum of every target of a part that is no hub."""
-    rows, ids, weight, padding = (
-        pointer(pb.rows),
-        pointer(pb.indices),
-        pointer(pb.weight),
-        pointer(pb.padding),
-    )
-    indptr, channels, blocks, has_weight = pb.indptr, pb.channels, pb.blocks, pb.weight.size > 0
+    m, indptr, channels, blocks = messages_of(pb), pb.indptr, pb.channels, pb.blocks
     size, width = blocks * channels * LANES, blocks * LANES
     row = np.empty(size, pb.rows.dtype)
     scratch = np.empty(size + (1 + 2 * GROUP) * width, pb.rows.dtype)
@@ -98,31 +81,10 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
                 if t > 0:
                     normalise(out, 0, centre, 0, inverse, 0, channels, blocks)
                 elif pb.share == 0:
-                    copy_row(centre, 0, rows, own, size)
-                copy_row(out, 0, rows, own, size)
+                    copy_row(centre, 0, m.rows, own, size)
+                copy_row(out, 0, m.rows, own, size)
                 share = pb.share if t == 0 else 0.0
-                add_messages(
-                    rows,
-                    ids,
-                    weight,
-                    has_weight,
-                    begin,
-                    end,
-                    centre,
-                    0,
-                    share,
-                    pb.inv_tau,
-                    padding,
-                    p,
-                    0,
-                    width,
-                    False,
-                    scaled,
-                    out,
-                    0,
-                    channels,
-                    blocks,
-                )
+                add_messages(m, begin, end, centre, 0, share, p, 0, width, False, scaled, out, 0)
             turn(row, 0, out_TKC, v, out_TKC.shape[1], channels, False)
     keep(row)
     keep(scratch)
@@ -130,30 +92,19 @@ def _forward(pb: Any, out_TKC: Any, part: int, parts: int) -> None:
 
 @_compiled
 def _walk_back(
-    pb: Any,
-    through_all: bool,
-    grad_array: Any,
-    grad_l_array: Any,
-    grad_w_array: Any,
-    parts: int,
-    part: int,
+    pb: Any, grad_array: Any, grad_l_array: Any, grad_w_array: Any, parts: int, part: int
 ) -> None:
     """What the targets of a part that are no hubs add to the gradients of rows and weights: each
     repeats its iterations, then walks back.
     """
-    rows, ids, weight, padding = (
-        pointer(pb.rows),
-        pointer(pb.indices),
-        pointer(pb.weight),
-        pointer(pb.padding),
-    )
     grad, grad_l, grad_w = pointer(grad_array), pointer(grad_l_array), pointer(grad_w_array)
-    indptr, channels, blocks, iterations, has_weight = (
+    m, indptr, channels, blocks, iterations, through_all = (
+        messages_of(pb),
         pb.indptr,
         pb.channels,
         pb.blocks,
         pb.iterations,
-        pb.weight.size > 0,
+        pb.through_all,
     )
     size, width = blocks * channels * LANES, blocks * LANES
     stride, last = 2 * iterations * width, iterations - 1
@@ -187,11 +138,11 @@ def _walk_back(
             if t > 0:
                 normalise(row, 0, centres, t * size, inverse, t * width, channels, blocks)
             elif pb.share == 0:
-                copy_row(centres, 0, rows, own, size)
-            copy_row(row, 0, rows, own, size)
+                copy_row(centres, 0, m.rows, own, size)
+            copy_row(row, 0, m.rows, own, size)
             add_messages(
-                rows, ids, weight, has_weight, begin, end, centres, t * size, share, pb.inv_tau, padding,
-                coef, 2 * t * width, stride, True, scaled, row, 0, channels, blocks,
+                m, begin, end, centres, t * size, share,
+                coef, 2 * t * width, stride, True, scaled, row, 0,
             )  # fmt: skip
         copy_row(grads, last * size, grad, v * size, size)
         for t in range(last, skipped - 1, -1):
@@ -199,8 +150,8 @@ def _walk_back(
             add_row(grad_l, own, grads, t * size, size)
             fill(row, 0, size, 0.0)
             back_messages(
-                rows, ids, weight, has_weight, begin, end, grads, t * size, pb.inv_tau,
-                coef, 2 * t * width, stride, grad_w, has_weight, has_centre, row, 0, channels, blocks,
+                m, begin, end, grads, t * size,
+                coef, 2 * t * width, stride, grad_w, m.has_weight, has_centre, row, 0,
             )  # fmt: skip
             if has_centre and t > 0:
                 normalise_grad(
@@ -221,7 +172,7 @@ def _walk_back(
             at = (e - begin) * stride + 2 * skipped * width
             add_neighbour_grad(
                 grad_l,
-                ids[e] * size,
+                m.ids[e] * size,
                 coef,
                 at,
                 grads,
@@ -238,100 +189,76 @@ def _walk_back(
     keep(coef_array)
 
 
-def _problem(
-    rows: Any,
-    shape: torch.Size,
-    first: int,
-    indptr: Tensor,
-    indices: Tensor,
-    weight: Tensor | None,
-    iterations: int,
-    temperature: float,
-    self_init: bool,
-) -> _Problem:
-    blocks = -(-shape[1] // LANES)
+def is_available(dtype: torch.dtype) -> bool:
+    return dtype in _TYPES
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision is storage only; the loops compute in single."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _problem(call: Routing, parts: int) -> tuple[Problem, Any]:
+    """The call as the loops take it, and the inverse length of every factor of x."""
+    _, num_factors, channels = call.x.shape
+    rows, inverse = pack(_wide(call.x), call.unit, parts)
+    blocks = -(-num_factors // LANES)
     padding = np.zeros(blocks * LANES, rows.dtype)
-    padding[shape[1] :] = np.finfo(rows.dtype).min / 4
-    factors = (
-        np.empty(0, rows.dtype)
-        if weight is None
-        else weight.detach().contiguous().numpy().astype(rows.dtype, copy=False)
-    )
-    ids = indices.to(torch.int64).contiguous().numpy()
-    return _Problem(
-        rows,
-        first,
-        indptr.contiguous().numpy(),
-        ids,
-        factors,
-        padding,
-        shape[1],
-        shape[2],
-        blocks,
-        iterations,
-        1.0 / temperature,
-        HUB_MESSAGES,
-        0.0 if self_init else 1.0 / shape[1],
-    )
+    padding[num_factors:] = np.finfo(rows.dtype).min / 4
+    weight = np.empty(0, rows.dtype)
+    if call.weight is not None:
+        weight = call.weight.detach().contiguous().numpy().astype(rows.dtype, copy=False)
+    return Problem(
+        rows=rows,
+        first=call.first,
+        indptr=call.indptr.contiguous().numpy(),
+        indices=call.indices.to(torch.int64).contiguous().numpy(),
+        weight=weight,
+        padding=padding,
+        num_factors=num_factors,
+        channels=channels,
+        blocks=blocks,
+        iterations=call.iterations,
+        inv_tau=1.0 / call.temperature,
+        hub_messages=HUB_MESSAGES,
+        share=0.0 if call.self_init else 1.0 / num_factors,
+        through_all=call.through_all,
+    ), inverse
 
 
-def forward(
-    x_NKC: Tensor,
-    first: int,
-    indptr: Tensor,
-    indices: Tensor,
-    weight: Tensor | None,
-    iterations: int,
-    temperature: float,
-    self_init: bool,
-    unit: bool = True,
-) -> Tensor:
-    """The routed sums [T, K, C]; `unit` normalises the rows of x first, otherwise they are taken to
-    be normalised.
-    """
+def _hubs(pb: Problem) -> list[int]:
+    hubs: list[int] = np.flatnonzero(np.diff(pb.indptr) > pb.hub_messages).tolist()
+    return hubs
+
+
+def forward(call: Routing) -> Tensor:
+    """The routed sums [T, K, C]."""
     parts = num_parts()
-    rows, _ = pack(x_NKC, unit, parts)
-    pb = _problem(
-        rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init
-    )
-    q_TKC = x_NKC.new_empty((indptr.numel() - 1, *x_NKC.shape[1:]))
+    pb, _ = _problem(call, parts)
+    q_TKC = _wide(call.x).new_empty((call.num_targets, *call.x.shape[1:]))
     out = q_TKC.numpy()
     run_parts(lambda part: _forward(pb, out, part, parts), parts)
-    for hub in np.flatnonzero(np.diff(pb.indptr) > HUB_MESSAGES):
-        turn(hub_forward(pb, int(hub), parts), 0, out, hub, pb.num_factors, pb.channels, False)
-    return q_TKC
+    for hub in _hubs(pb):
+        turn(hub_forward(pb, hub, parts), 0, out, hub, pb.num_factors, pb.channels, False)
+    return q_TKC.to(call.x.dtype)
 
 
-def backward(
-    grad_TKC: Tensor,
-    x_NKC: Tensor,
-    first: int,
-    indptr: Tensor,
-    indices: Tensor,
-    weight: Tensor | None,
-    iterations: int,
-    temperature: float,
-    self_init: bool,
-    through_all: bool,
-    unit: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+def backward(grad_TKC: Tensor, call: Routing) -> tuple[Tensor, Tensor | None]:
     """Gradients of x [N, K, C] and of the weights [E]; nothing is kept from the forward pass."""
     threads = num_parts()
-    rows, inverse = pack(x_NKC, unit, threads)
-    pb = _problem(
-        rows, x_NKC.shape, first, indptr, indices, weight, iterations, temperature, self_init
-    )
-    grad, _ = pack(grad_TKC, False, threads)
+    pb, inverse = _problem(call, threads)
+    grad, _ = pack(_wide(grad_TKC), False, threads)
     grad_w = np.zeros_like(pb.weight)
+    grad_x = torch.empty_like(_wide(call.x), memory_format=torch.contiguous_format)
     # As many gradients to add to as there are threads, unless they would take too much room.
-    parts = max(1, min(threads, GRADIENT_BYTES // max(rows.nbytes, 1)))
-    grad_l = aligned(parts * rows.size, x_NKC).reshape(parts, rows.size)
-    run_parts(
-        lambda part: _walk_back(pb, through_all, grad, grad_l[part], grad_w, parts, part), parts
-    )
-    for hub in np.flatnonzero(np.diff(pb.indptr) > HUB_MESSAGES):
-        hub_backward(pb, int(hub), grad, through_all, threads, HUB_MESSAGES, grad_l[0], grad_w)
-    grad_x = torch.empty_like(x_NKC, memory_format=torch.contiguous_format)
+    parts = max(1, min(threads, GRADIENT_BYTES // max(pb.rows.nbytes, 1)))
+    grad_l = aligned(parts * pb.rows.size, grad_x).reshape(parts, pb.rows.size)
+    run_parts(lambda part: _walk_back(pb, grad, grad_l[part], grad_w, parts, part), parts)
+    for hub in _hubs(pb):
+        hub_backward(pb, hub, grad, threads, grad_l[0], grad_w)
     out = grad_x.numpy()
-    run_parts(lambda part: unpack_grad(grad_l, rows, inverse, out, part, threads), threads)
-    return grad_x, None if weight is None else torch.from_numpy(grad_w).to(weight.dtype)
+    run_parts(lambda part: unpack_grad(grad_l, pb.rows, inverse, out, part, threads), threads)
+    weight = call.weight
+    return grad_x.to(call.x.dtype), (
+        None if weight is None else torch.from_numpy(grad_w).to(weight.dtype)
+    )

@@ -1,4 +1,4 @@
-"""Triton kernels of neighbourhood routing. Only `routing_triton` imports this module, when it
+"""Triton kernels of neighbourhood routing. Only `routing.py` imports this module, when it
 launches one: triton may be missing.
 
 Shapes: N nodes, T targets, E messages of a tile, K factors, C channels per factor, S slots (rounds

@@ -22,9 +22,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_EPS = 1e-12
+from cimage_dist.nn.kernels.routing_op import EPS, Routing
+
 _HUB_DEGREE = 1024  # a target of more messages is a hub
 _HUB_PARTS = 64  # programs per hub and round
 _RUN = 256  # messages of one source that one program adds up
@@ -37,8 +39,8 @@ _WARP_TILE_CELLS = 2048
 _WARP_MESSAGE_CELLS = 512
 
 
-def is_available() -> bool:
-    """Triton can be imported and has something to run on: a CUDA device or its interpreter."""
+def is_available(dtype: torch.dtype) -> bool:
+    """For any type: Triton can be imported and has something to run on: a CUDA device or its interpreter."""
     is_recent = (
         torch.__version__ >= "2.8"
     )  # each torch brings its own triton; before 3.4 it does not take `Form` as a constant
@@ -49,49 +51,35 @@ def is_available() -> bool:
     )
 
 
-def forward(
-    l_NKC: Tensor,
-    first: int,
-    indptr: Tensor,
-    indices: Tensor,
-    weight: Tensor | None,
-    iterations: int,
-    temperature: float,
-    self_init: bool,
-) -> Tensor:
-    """The routing (§4.4) of the targets first .. first + T of the unit rows l; [T, K, C], not
-    normalised after the last round:
+def forward(call: Routing) -> Tensor:
+    """The routing (§4.4) of the targets; [T, K, C], not normalised after the last round. With l the
+    unit rows of x:
 
     a = l[v] + Σ_u w·p·l[u];  q = a / ‖a‖;  p = softmax_k(<l[u], q> / τ)
     """
-    case = _prepare(l_NKC, first, indptr, indices, weight, iterations, temperature, self_init)
+    case = _prepare(call)
     out_TKC = torch.empty_like(case.own_TKC)
     case.launch(
-        "route_targets", (len(out_TKC),), out_TKC, *case.tensors, iterations, _HUB_DEGREE, self_init
+        "route_targets",
+        (len(out_TKC),),
+        out_TKC,
+        *case.tensors,
+        case.rounds,
+        _HUB_DEGREE,
+        case.self_init,
     )
     for hubs in case.hubs().split(max(1, _SCRATCH_CELLS // (_HUB_PARTS * case.width))):
         if len(hubs):
-            out_TKC[hubs] = _settle_hubs(case, hubs, iterations)[0].to(out_TKC.dtype)
+            out_TKC[hubs] = _settle_hubs(case, hubs, case.rounds)[0].to(out_TKC.dtype)
     return out_TKC
 
 
-def backward(
-    grad_TKC: Tensor,
-    l_NKC: Tensor,
-    first: int,
-    indptr: Tensor,
-    indices: Tensor,
-    weight: Tensor | None,
-    iterations: int,
-    temperature: float,
-    self_init: bool,
-    through_all: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of l [N, K, C] and of the weights [E] from that of `forward`'s result (§4.4);
-    through the last p only unless `through_all`.
+def backward(grad_TKC: Tensor, call: Routing) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x [N, K, C] and of the weights [E] from that of `forward`'s result (§4.4);
+    through the last p only unless `call.through_all`.
     """
-    case = _prepare(l_NKC, first, indptr, indices, weight, iterations, temperature, self_init)
-    grad_TKC, slots = grad_TKC.contiguous(), iterations if through_all else 1
+    case, x = _prepare(call), call.x
+    grad_TKC, slots = grad_TKC.contiguous(), case.rounds if case.through_all else 1
     grad_NKC = torch.zeros_like(case.l_NKC, dtype=case.acc)
     grad_weight = None if case.weight is None else torch.zeros_like(case.weight)
     hubs = case.hubs()
@@ -101,15 +89,27 @@ def backward(
             own_TKC=case.own_TKC[targets],
             indptr=case.indptr[targets.start : targets.stop + 1],
         )
-        grad_EKC = grad_NKC.new_empty((messages.stop - messages.start, *l_NKC.shape[1:]))
+        grad_EKC = grad_NKC.new_empty((messages.stop - messages.start, *x.shape[1:]))
         grads = _Grads(
-            grad_NKC[first + targets.start : first + targets.stop], grad_EKC, grad_weight
+            grad_NKC[call.first + targets.start : call.first + targets.stop], grad_EKC, grad_weight
         )
-        _target_grads(chunk, grad_TKC[targets], grads, slots, through_all)
+        _target_grads(chunk, grad_TKC[targets], grads, slots)
         if some.stop > some.start:
-            _hub_grads(chunk, hubs[some] - targets.start, grad_TKC[targets], grads, through_all)
+            _hub_grads(chunk, hubs[some] - targets.start, grad_TKC[targets], grads)
         _add_by_source(chunk, grad_NKC, grad_EKC, case.indices[messages])
-    return grad_NKC.to(l_NKC.dtype), grad_weight
+    grad_x = grad_NKC.to(x.dtype)
+    if call.unit:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        grad_x = _unit_grad(grad_x, case.l_NKC, norm)
+    return grad_x.to(x.dtype), grad_weight
+
+
+def _unit_grad(grad: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
+    """From the gradient g of u = a / max(‖a‖, ε) to that of a: (g - u<u,g>)/‖a‖, and g/ε below
+    ε.
+    """
+    along = unit * (unit * grad).sum(-1, keepdim=True)
+    return torch.where(norm > EPS, grad - along, grad) / norm.clamp_min(EPS)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class _Case:
     weight: Tensor | None
     rounds: int
     self_init: bool
+    through_all: bool
     form: Any
 
     @property
@@ -172,32 +173,22 @@ def _kernels() -> Any:
     return SimpleNamespace(**{key: value for part in parts for key, value in vars(part).items()})
 
 
-def _prepare(
-    l_NKC: Tensor,
-    first: int,
-    indptr: Tensor,
-    indices: Tensor,
-    weight: Tensor | None,
-    rounds: int,
-    temperature: float,
-    self_init: bool,
-) -> _Case:
-    kernels, (num_factors, channels) = _kernels(), l_NKC.shape[1:]
+def _prepare(call: Routing) -> _Case:
+    kernels, (num_factors, channels) = _kernels(), call.x.shape[1:]
     pad_K, pad_C = (1 << (size - 1).bit_length() for size in (num_factors, channels))
     tile = min(max(_TILE_CELLS // (pad_K * pad_C), 1), _TILE_MESSAGES)
-    acc = kernels.tl.float64 if l_NKC.dtype == torch.float64 else kernels.tl.float32
-    form = kernels.Form(num_factors, channels, pad_K, pad_C, tile, 1.0 / temperature, acc)
-    l_NKC, own = l_NKC.contiguous(), slice(first, first + indptr.numel() - 1)
-    weight = None if weight is None else weight.contiguous()
+    acc = kernels.tl.float64 if call.x.dtype == torch.float64 else kernels.tl.float32
+    l_NKC = (F.normalize(call.x, dim=-1, eps=EPS) if call.unit else call.x).contiguous()
     return _Case(
-        l_NKC,
-        l_NKC[own],
-        indptr.contiguous(),
-        indices.contiguous(),
-        weight,
-        rounds,
-        self_init,
-        form,
+        l_NKC=l_NKC,
+        own_TKC=l_NKC[call.first : call.first + call.num_targets],
+        indptr=call.indptr.contiguous(),
+        indices=call.indices.contiguous(),
+        weight=None if call.weight is None else call.weight.contiguous(),
+        rounds=call.iterations,
+        self_init=call.self_init,
+        through_all=call.through_all,
+        form=kernels.Form(num_factors, channels, pad_K, pad_C, tile, 1.0 / call.temperature, acc),
     )
 
 
@@ -257,13 +248,11 @@ def _settle_hubs(
     for _ in range(rounds):
         a_HKC = own_HKC + _pull_hubs(case, hubs, centres[-1])
         norms.append(a_HKC.norm(dim=-1, keepdim=True))
-        centres.append(a_HKC / norms[-1].clamp_min(_EPS))
+        centres.append(a_HKC / norms[-1].clamp_min(EPS))
     return a_HKC, centres, norms
 
 
-def _target_grads(
-    case: _Case, grad_TKC: Tensor, grads: _Grads, slots: int, through_all: bool
-) -> None:
+def _target_grads(case: _Case, grad_TKC: Tensor, grads: _Grads, slots: int) -> None:
     """Gradients of the targets' own rows (added) and through their messages (written), of all but
     the hubs.
     """
@@ -281,30 +270,25 @@ def _target_grads(
         *case.tensors,
         *counts,
         case.self_init,
-        through_all,
+        case.through_all,
     )
 
 
-def _hub_grads(
-    case: _Case, hubs: Tensor, grad_TKC: Tensor, grads: _Grads, through_all: bool
-) -> None:
+def _hub_grads(case: _Case, hubs: Tensor, grad_TKC: Tensor, grads: _Grads) -> None:
     """As `route_targets_grad`, for hubs: g of every round from the last, then the gradients of the
     messages.
     """
     _, centres, norms = _settle_hubs(case, hubs, case.rounds - 1)
     g_HKC = grad_TKC[hubs].to(case.acc)
     stack = [g_HKC]
-    if through_all:
+    if case.through_all:
         for q_HKC, norm_HK1 in zip(centres[:0:-1], norms[::-1], strict=True):
             dq_HKC = _pull_hubs(case, hubs, q_HKC, g_HKC)
-            along_HKC = q_HKC * (q_HKC * dq_HKC).sum(-1, keepdim=True)
-            g_HKC = torch.where(norm_HK1 > _EPS, dq_HKC - along_HKC, dq_HKC) / norm_HK1.clamp_min(
-                _EPS
-            )
+            g_HKC = _unit_grad(dq_HKC, q_HKC, norm_HK1)
             stack.insert(0, g_HKC)
     g_HSKC, q_HSKC = torch.stack(stack, 1), torch.stack(centres[-len(stack) :], 1)
     grads.own_TKC[hubs] += g_HSKC.sum(1)
-    if through_all and case.self_init:
+    if case.through_all and case.self_init:
         grads.own_TKC[hubs] += _pull_hubs(case, hubs, centres[0], g_HKC)
     l_NKC, _, indptr, indices, weight = case.tensors
     stacks = grads.message_EKC, grads.weight, q_HSKC, g_HSKC
@@ -318,7 +302,7 @@ def _hub_grads(
         weight,
         hubs,
         len(stack),
-        through_all,
+        case.through_all,
         _HUB_PARTS,
     )
 

@@ -1,0 +1,300 @@
+"""Which entries of which rows a hop keeps, as compiled row loops: uniform draws without replacement
+from the visible neighbours; and a hash table for local ids.
+
+The draw of a row depends on (key, global id of the row, hidden edges) and on nothing else: not on
+the other rows, not on the hop. A smaller fan-out keeps a subset of what a larger one keeps. Rows
+are treated by degree:
+
+* up to `list_bound` entries: list the row, drop hidden entries, give each of the rest a keyed hash
+  and keep the smallest ones. Any k-subset of the visible neighbours is equally likely, and the
+  visible degree is exact.
+* longer rows: take positions floor(uniform_i * degree), i = 0, 1, ..., and keep the first k that
+  are new and visible. Skipping repeats and hidden entries of an independent uniform sequence leaves
+  a uniform draw without replacement, at a cost of O(k) whatever the degree. The visible degree is
+  exact if edges are hidden by list only, else its expected value (relative error about sqrt(rate /
+  ((1 - rate) * degree)), below 6 % at rate 0.3 and the smallest such degree, 129).
+* rows whose sequence runs dry (nearly everything hidden) are listed after all, with fresh hashes.
+  Running dry depends on the number of visible neighbours and not on which they are, so the draw
+  stays uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba.extending import register_jitable
+from numpy.typing import NDArray
+
+from cimage_dist import keyed
+from cimage_dist.sampling.hidden import HiddenEdges
+from cimage_dist.sampling.seeds import IntArray
+
+MAX_FANOUT = 1 << 18
+# A hash keeps its upper bits and carries the position in the row below, so two entries of a listed
+# row never tie.
+_TIE_MASK = (1 << 20) - 1
+
+for _function in (keyed.shift_right, keyed.mix, keyed.word, keyed.nth_word):
+    register_jitable(_function)
+
+
+def _jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile, keeping the machine code on disk where that is possible (a read-only installation
+    has no place for it).
+    """
+    try:
+        return numba.njit(fn, nogil=True, cache=True)
+    except RuntimeError:
+        return numba.njit(fn, nogil=True)
+
+
+class CsrGraph(NamedTuple):
+    """Row pointers int64 [N+1] and columns [E], ascending in a row; usually mapped files."""
+
+    indptr: NDArray[np.int64]
+    indices: IntArray
+
+
+class Selection(NamedTuple):
+    """Kept entries (positions in `indices`, int64 [S], row by row, ascending in a row), how many of
+    each row int64 [T], visible degrees float64 [T].
+    """
+
+    entry: NDArray[np.int64]
+    kept: NDArray[np.int64]
+    visible: NDArray[np.float64]
+
+
+class DrawKeys(NamedTuple):
+    """One key for each of the three treatments."""
+
+    listed: int
+    drawn: int
+    rescue: int
+
+
+def draw_keys(key: int) -> DrawKeys:
+    return DrawKeys(keyed.derive(key, 0), keyed.derive(key, 1), keyed.derive(key, 2))
+
+
+def list_bound(fanouts: Sequence[int]) -> int:
+    """Rows up to this degree are listed. It depends on all fan-outs together, so that a row is
+    treated alike in every hop.
+    """
+    return max(128, 4 * max(fanouts, default=0))
+
+
+def max_draws(fanout: int) -> int:
+    """For a row longer than `list_bound`; without hidden edges about 1.15 * fanout suffice."""
+    return 8 * fanout + 32
+
+
+@register_jitable
+def tied_hash(key: int, first: Any, offset: Any) -> Any:
+    """The hash of entry `offset` of a listed row, never negative; `first` = word(key, row)."""
+    draw = keyed.nth_word(key, first, offset)
+    return (keyed.shift_right(draw, 1) & ~_TIE_MASK) | (offset & _TIE_MASK)
+
+
+@_jit
+def _lower_bound(values, low, high, value):  # type: ignore[no-untyped-def]
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@_jit
+def _listed(hidden, row):  # type: ignore[no-untyped-def]
+    """Where the listed edges of a row stand in `pair_keys`."""
+    pairs = hidden.pair_keys
+    low = _lower_bound(pairs, 0, len(pairs), row * hidden.num_nodes)
+    return low, _lower_bound(pairs, low, len(pairs), (row + 1) * hidden.num_nodes)
+
+
+@_jit
+def _is_hidden(hidden, low, high, row, column):  # type: ignore[no-untyped-def]
+    """`HiddenEdges.is_hidden` of one pair; low, high = _listed(hidden, row)."""
+    if low < high:
+        pair = row * hidden.num_nodes + column
+        place = _lower_bound(hidden.pair_keys, low, high, pair)
+        if place < high and hidden.pair_keys[place] == pair:
+            return True
+    if hidden.extra_rate > 0:
+        pair = min(row, column) * hidden.num_nodes + max(row, column)
+        draw = keyed.shift_right(keyed.word(hidden.extra_key, pair), 11) * 2.0**-53
+        return draw < hidden.extra_rate
+    return False
+
+
+@_jit
+def _insert(values, size, value):  # type: ignore[no-untyped-def]
+    """Insert into the ascending values[:size], dropping the largest if all places are taken;
+    returns the new size.
+    """
+    place = min(size, len(values) - 1)
+    while place > 0 and values[place - 1] > value:
+        values[place] = values[place - 1]
+        place -= 1
+    values[place] = value
+    return min(size + 1, len(values))
+
+
+@_jit
+def _list_row(graph, row, hidden, out):  # type: ignore[no-untyped-def]
+    """The visible entries of a row; returns how many."""
+    low, high = _listed(hidden, row)
+    size = 0
+    for at in range(graph.indptr[row], graph.indptr[row + 1]):
+        if not _is_hidden(hidden, low, high, row, np.int64(graph.indices[at])):
+            out[size] = at
+            size += 1
+    return size
+
+
+@_jit
+def _keep_smallest(key, is_tied, row, begin, entries, best, out):  # type: ignore[no-untyped-def]
+    """Those entries of a row, at most len(best), whose hashes are smallest; returns how many."""
+    first = keyed.word(key, row)
+    hashes = np.empty(len(entries), np.int64)
+    size = 0
+    for i in range(len(entries)):
+        offset = entries[i] - begin
+        hashes[i] = tied_hash(key, first, offset) if is_tied else keyed.nth_word(key, first, offset)
+        if size < len(best) or hashes[i] < best[-1]:
+            size = _insert(best, size, hashes[i])
+    kept = 0
+    for i in range(len(entries)):
+        if hashes[i] <= best[size - 1]:
+            out[kept] = entries[i]
+            kept += 1
+    return kept
+
+
+@_jit
+def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-def]
+    """The first len(out) new and visible entries of the row's sequence, ascending; returns whether
+    that many were found in `draws` draws.
+    """
+    low, high = _listed(hidden, row)
+    begin = graph.indptr[row]
+    degree = graph.indptr[row + 1] - begin
+    first = keyed.word(key, row)
+    size = 0
+    for i in range(draws):
+        draw = keyed.shift_right(keyed.nth_word(key, first, i), 11) * 2.0**-53
+        at = begin + np.int64(draw * degree)
+        known = _lower_bound(out, 0, size, at)
+        if (known == size or out[known] != at) and not _is_hidden(
+            hidden, low, high, row, np.int64(graph.indices[at])
+        ):
+            size = _insert(out, size, at)
+            if size == len(out):
+                return True
+    return False
+
+
+@_jit
+def _select_rows(graph, targets, fanout, bound, draws, keys, hidden, entry):  # type: ignore[no-untyped-def]
+    kept, visible = np.empty(len(targets), np.int64), np.empty(len(targets), np.float64)
+    short, best = np.empty(bound, np.int64), np.empty(max(fanout, 0), np.int64)
+    written = 0
+    for t in range(len(targets)):
+        row = targets[t]
+        begin = graph.indptr[row]
+        degree = graph.indptr[row + 1] - begin
+        out = entry[written:]
+        if fanout < 0 or degree <= fanout:
+            kept[t] = visible[t] = _list_row(graph, row, hidden, out)
+        elif degree > bound and _draw_row(graph, row, hidden, keys.drawn, draws, out[:fanout]):
+            low, high = _listed(hidden, row)
+            expected = (degree - (high - low)) * (1.0 - hidden.extra_rate)
+            kept[t], visible[t] = fanout, max(expected, np.float64(fanout))
+        else:
+            is_short = degree <= bound
+            listed = short if is_short else np.empty(degree, np.int64)
+            listed = listed[: _list_row(graph, row, hidden, listed)]
+            key = keys.listed if is_short else keys.rescue
+            kept[t] = _keep_smallest(key, is_short, row, begin, listed, best, out)
+            visible[t] = len(listed)
+        written += kept[t]
+    return written, kept, visible
+
+
+def select(
+    graph: CsrGraph,
+    targets: NDArray[np.int64],
+    fanout: int,
+    bound: int,
+    keys: DrawKeys,
+    hidden: HiddenEdges,
+) -> Selection:
+    """The entries that each of `targets` (distinct gids, int64 [T]) keeps with this fan-out; -1
+    keeps all visible ones.
+    """
+    degree = graph.indptr[targets + 1] - graph.indptr[targets]
+    room = int(degree.sum() if fanout < 0 else np.minimum(degree, fanout).sum())
+    entry = np.empty(room, dtype=np.int64)
+    written, kept, visible = _select_rows(
+        graph, targets, fanout, bound, max_draws(fanout), keys, hidden, entry
+    )
+    return Selection(entry[:written], kept, visible)
+
+
+@_jit
+def _find(slots, item, mask):  # type: ignore[no-untyped-def]
+    """Slot of `item`, or the empty slot (-1) where it belongs; linear probing."""
+    place = keyed.mix(item) & mask
+    while slots[place, 0] != -1 and slots[place, 0] != item:
+        place = (place + 1) & mask
+    return place
+
+
+@_jit
+def _insert_ids(slots, known, columns, place, fresh):  # type: ignore[no-untyped-def]
+    """Slot of every column, and the slots of those not known before, in order of first appearance;
+    returns how many.
+    """
+    mask = len(slots) - 1
+    for i in range(len(known)):
+        slot = _find(slots, known[i], mask)
+        slots[slot, 0] = known[i]
+        slots[slot, 1] = i
+    num_fresh = 0
+    for i in range(len(columns)):
+        slot = _find(slots, columns[i], mask)
+        if slots[slot, 0] == -1:
+            slots[slot, 0] = columns[i]
+            fresh[num_fresh] = slot
+            num_fresh += 1
+        place[i] = slot
+    return num_fresh
+
+
+@_jit
+def _label_ids(slots, ordered, num_known, place):  # type: ignore[no-untyped-def]
+    for i in range(len(ordered)):
+        slots[ordered[i], 1] = num_known + i
+    for i in range(len(place)):
+        place[i] = slots[place[i], 1]
+
+
+def relabel(
+    known: NDArray[np.int64], columns: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(gids not in `known`, ascending; local id of every column), where known[i] has local id i and
+    new ones follow. At most half of the hash table's (id, local id) slots are used.
+    """
+    slots = np.full((1 << (2 * (len(known) + len(columns))).bit_length(), 2), -1, dtype=np.int64)
+    place, fresh = np.empty_like(columns), np.empty_like(columns)
+    fresh = fresh[: _insert_ids(slots, known, columns, place, fresh)]
+    gids = slots[fresh, 0]
+    order = np.argsort(gids)
+    _label_ids(slots, fresh[order], len(known), place)
+    return gids[order], place
