@@ -76,7 +76,7 @@ def measure(name: str, args: argparse.Namespace, folder: str) -> None:
         f"\n{name}: T {model.routing_iterations}, {model.num_layers} layers, K "
         f"{model.num_factors}, C {model.factor_dim}, backend {args.backend}"
     )
-    if cfg.loss.redundancy_weight > 0 and not cfg.loss.is_conditional:
+    if cfg.loss.redundancy_weight > 0:
         flops = 8 * graph.num_nodes * (model.num_factors * model.factor_dim) ** 2
         print(f"  two views; products of the redundancy loss: {flops / 1e9:.1f} GFLOP")
     print(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cimage_dist.config import Config
+from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import known_keys, load_config
 from cimage_dist.errors import UserError
 
@@ -33,9 +33,7 @@ APPENDIX = {
 # Without effect in these files: parts that are off, how a thing is computed, what is only logged.
 IDLE = {
     "model.routing_backend",
-    "loss.teacher_momentum",
     "loss.extra",
-    "loss.redundancy",
     "loss.redundancy_decorrelation",
     "cluster.labels_path",
     "cluster.init_epochs",
@@ -98,8 +96,15 @@ def test_every_setting_is_stated_with_its_source(path):
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_other_configs_name_the_dataset_and_leave_the_rest_to_the_recipe(path):
-    longer = {"optim.lr_max", "train.epochs"} if path.parent.name == "link" else set()
-    assert stated(path) <= {"data.name", "data.path", "data.holdout_edges"} | longer
+    for_links = {"model.teleport", "loss.factor_weight", "optim.lr_max", "train.epochs"}
+    more = for_links if path.parent.name == "link" else set()
+    assert stated(path) - more <= {"data.name", "data.path", "data.holdout_edges"}
+
+
+def test_links_have_one_recipe():
+    paths = [path for path in PLAIN if path.parent.name == "link"]
+    found = {fingerprint(load_config(path, overrides=["data.name=cora"])) for path in paths}
+    assert len(paths) == 3 and len(found) == 1
 
 
 def test_own_graphs_are_found_below_the_data_root(monkeypatch):

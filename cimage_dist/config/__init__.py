@@ -54,9 +54,8 @@ __all__ = [
 def describe_objective(cfg: Config) -> str:
     """What a run trains, in words: "redundancy + 0.2 edges + 0.1 factors (ci)"."""
     loss = cfg.loss
-    given = "" if loss.redundancy == "plain" else " given pseudo-labels"
     terms = {
-        f"redundancy{given}": loss.redundancy_weight,
+        "redundancy": loss.redundancy_weight,
         "edges": loss.structure_weight,
         "modularity": loss.cluster_weight,
         f"factors ({cfg.ci.partition})": loss.factor_weight,

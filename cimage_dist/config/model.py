@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 from cimage_dist import registry
 from cimage_dist.config.fields import need, opt
@@ -184,13 +184,9 @@ class LossConfig:
         "flat",
         "one cosine per node over all hidden factors (paper), or one per factor (released code)",
     )
-    factor_target: Literal["self", "detached", "teacher"] = opt(
+    factor_target: Literal["self", "detached"] = opt(
         "self",
-        "what is reconstructed: the masked view's own factors, the same without a gradient, or the "
-        "factors that an averaged copy of the encoder makes of the whole graph",
-    )
-    teacher_momentum: float = opt(
-        0.99, "share of the averaged copy that a step keeps (factor_target=teacher)"
+        "what is reconstructed: the masked view's own factors, with or without a gradient",
     )
     redundancy_weight: float = opt(
         1.0, "weight of the redundancy loss; above 0 each step encodes a second view"
@@ -198,27 +194,16 @@ class LossConfig:
     redundancy_decorrelation: float = opt(
         1e-3, "mu, weight of the decorrelation of channels in the redundancy loss"
     )
-    redundancy: Literal["plain", "conditional"] = opt(
-        "plain",
-        "which channels are decorrelated: all pairs, or one in F1 with one in F2 given the "
-        "pseudo-labels",
-    )
     extra: dict[str, float] = opt(
         {}, "weights of registered loss terms by name, e.g. loss.extra.mine=0.5"
     )
 
     @property
-    def is_conditional(self) -> bool:
-        """Whether the redundancy loss looks at pseudo-labels and at the partition."""
-        return self.redundancy_weight > 0 and self.redundancy == "conditional"
-
-    @property
     def uses_partition(self) -> bool:
-        return self.factor_weight > 0 or self.is_conditional
+        return self.factor_weight > 0
 
     def edges_only(self) -> LossConfig:
         """The edge loss alone: what the encoder behind the first pseudo-labels is trained with."""
-        target: Any = "self" if self.factor_target == "teacher" else self.factor_target
         return LossConfig(
             structure_weight=1.0,
             factor_weight=0.0,
@@ -227,7 +212,7 @@ class LossConfig:
             sce_power=self.sce_power,
             factor_direction=self.factor_direction,
             factor_cosine=self.factor_cosine,
-            factor_target=target,
+            factor_target=self.factor_target,
         )
 
     def __post_init__(self) -> None:
@@ -239,12 +224,6 @@ class LossConfig:
         ):
             value = getattr(self, name)
             need(value >= 0, f"loss.{name}", "must not be negative", value)
-        need(
-            0 <= self.teacher_momentum < 1,
-            "loss.teacher_momentum",
-            "must lie in [0, 1)",
-            self.teacher_momentum,
-        )
         for name in self.extra:
             need(
                 name in registry.loss_names(),

@@ -50,25 +50,29 @@ class Paired:
 def paired(
     ours: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], path: str
 ) -> Paired | None:
-    from scipy.stats import ttest_rel
-
     left, right = ({r["seed"]: value_at(r, path) for r in rows} for rows in (ours, other))
-    both = sorted(
-        s for s in left.keys() & right.keys() if left[s] is not None and right[s] is not None
-    )
-    if len(both) < 2:
-        return None
-    a, b = (
-        np.array([left[s] for s in both], dtype=float),
-        np.array([right[s] for s in both], dtype=float),
-    )
-    gap = a - b
+    both = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
+    gaps = [a - b for a, b in both if a is not None and b is not None]
+    return of_differences(gaps) if len(gaps) > 1 else None
+
+
+def of_differences(gaps: Sequence[float]) -> Paired:
+    """Mean of at least two differences with its t-test against 0.
+
+    Equal differences have no spread to judge by (accuracy comes in steps of one test node): p is
+    then None, or 1 where all are 0.
+    """
+    from scipy.stats import ttest_1samp
+
+    gap = np.array(gaps, dtype=float)
     error = float(gap.std(ddof=1) / np.sqrt(len(gap)))
+    is_same = error < 1e-9 * (1 + abs(float(gap.mean())))
     p = None
-    if len(both) > 2:
-        # A difference that is the same on every seed has no spread to divide by.
-        p = float(ttest_rel(a, b).pvalue) if error > 0 else float(gap.mean() == 0)
-    return Paired(len(both), float(gap.mean()), error, p)
+    if len(gap) > 2 and not is_same:
+        p = float(ttest_1samp(gap, 0.0).pvalue)
+    elif len(gap) > 2 and not gap.any():
+        p = 1.0
+    return Paired(len(gap), float(gap.mean()), 0.0 if is_same else error, p)
 
 
 class Comparison(NamedTuple):
@@ -91,14 +95,14 @@ def equivalence(found: Paired, margin: float = MARGIN) -> float | None:
     """p of the paired TOST: the larger of the two one-sided p of mean > -margin and mean < margin.
 
     With t of n-1 degrees of freedom: P(t > (mean + margin)/error), P(t > (margin - mean)/error).
-    None below 3 seeds, as for the test of a difference.
+    None where the test of a difference has none.
     """
     from scipy.stats import t
 
-    if found.seeds < 3:
+    if found.p is None:
         return None
     if found.error == 0:
-        return float(abs(found.mean) >= margin)
+        return 0.0  # the rows are the same
     nearest = (margin - abs(found.mean)) / found.error
     return float(t.sf(nearest, found.seeds - 1))
 

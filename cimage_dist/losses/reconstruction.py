@@ -39,23 +39,20 @@ def factor_loss(
     in_context_K: Tensor,
     cfg: LossConfig,
     weight: Tensor | None = None,
-    teacher_nKC: Tensor | None = None,
 ) -> Mean:
     """L_ch = mean_v (1 - cos(F2_v, F̂2_v))^τ, scaled cosine error on the hidden factors (§5.3).
 
     F2 are the factors outside the context (direction "paper") or inside it ("code"). The cosine is
-    taken over the flattened F2 of a node, or per factor and then averaged. The target is z, z
-    without gradient, or `teacher_nKC` (factor_target). An empty F1 or F2 gives 0, attached to the
-    graph so that every parameter has a gradient.
+    taken over the flattened F2 of a node, or per factor and then averaged. The target is z,
+    with or without gradient (factor_target). An empty F1 or F2 gives 0, attached to the graph so
+    that every parameter has a gradient.
     """
     target_K = target_factors(in_context_K, cfg)
     if not target_K.any() or target_K.all():
         # Nothing to predict, or nothing to predict from.
         count = z_nKC.shape[0] if weight is None else float(weight.sum())
         return Mean((z_nKC.sum() + predicted_nKC.sum()) * 0.0, count)
-    target = z_nKC if teacher_nKC is None else teacher_nKC
-    if cfg.factor_target != "self":
-        target = target.detach()
+    target = z_nKC if cfg.factor_target == "self" else z_nKC.detach()
     if cfg.factor_cosine == "flat":
         # Zeros in place of the other factors add nothing to a product or a length, and need no
         # gathering.

@@ -4,7 +4,7 @@ Convention: the returned value is this rank's *share*. Shares add up to the loss
 batch, and the gradients that the ranks compute from their own rows add up to its exact gradient, so
 `world · share` is the loss to give to DistributedDataParallel, which averages.
 
-Shapes: n rows on this rank, D channels, C clusters.
+Shapes: n rows on this rank, D channels.
 """
 
 from __future__ import annotations
@@ -43,9 +43,6 @@ def redundancy_loss(
     mu: float = 1e-3,
     weight: Tensor | None = None,
     comm: Comm | None = None,
-    labels: Tensor | None = None,
-    num_clusters: int = 0,
-    in_context: Tensor | None = None,
 ) -> Tensor:
     """Collective: this rank's share of the redundancy loss of two views of the same nodes.
 
@@ -53,18 +50,12 @@ def redundancy_loss(
     z̃ = (z - m)/(s + ε) per channel (m mean, s deviation), c_d = (1/n) Σ z̃ᵃ_d z̃ᵇ_d and
     C_v = (1/n) z̃_vᵀ z̃_v. A constant channel (s = 0) adds nothing.
 
-    Conditional form, with `labels` and `in_context`: ‖C_v - I‖² keeps its diagonal, and off the
-    diagonal becomes `2 Σ_{i∈F1, j∈F2} R_ij²`, R the covariance of the residuals z̃ - (mean of z̃ in
-    the row's cluster) over the labelled rows: HSIC(F1, F2 | labels) with a linear kernel.
-
     Small batches: chance alone gives an independent pair E[C_ij²] = 1/(n-1). When n < 4D that
     expectation, D(D-1)/(n-1) over all pairs, is subtracted from ‖C_v - I‖², so that losses of
-    different batch sizes compare (conditional: Σ 2 v_i v_j / (n_labelled - clusters), v the
-    residual variances). It is a constant: the gradient stays that of the formula above.
+    different batch sizes compare. It is a constant: the gradient stays that of the formula above.
 
     za, zb [n, D]: this rank's rows in the same order; n may be 0. weight [n] >= 0: how often a row
-    counts (0: padding). labels int64 [n] below `num_clusters`, -1: left out of R. in_context bool
-    [D], or [K] for factors of D/K channels each: True in F1, False in F2.
+    counts (0: padding).
 
     Every sum over rows is reduced once, in float64. With u = z - m the loss is a function f(S) of
     the reduced S = Σ u uᵀ / n alone (m drops out of the gradient because Σ u = 0), so a rank needs
@@ -75,45 +66,17 @@ def redundancy_loss(
     root = None if weight is None else weight.to(za.dtype).sqrt().unsqueeze(1)
     n, means = _means(za, zb, root, comm)
     xa, xb = (_centred(z, mean, root) for z, mean in zip((za, zb), means, strict=True))
-    rows = n.clamp(min=1.0)
-    cross = (xa * xb).sum(0)
-    if labels is None:
-        local = [cross, _Gram.apply(xa), _Gram.apply(xb)]
+    local = [(xa * xb).sum(0), _Gram.apply(xa), _Gram.apply(xb)]
 
-        def plain(c: Tensor, *grams: Tensor) -> Tensor:
-            scale = [_scale(s.diagonal(), m) for s, m in zip(grams, means, strict=True)]
-            pairs = [_plain_penalty(s, r, n) for s, r in zip(grams, scale, strict=True)]
-            return mu * sum(pairs) - (c * scale[0] * scale[1]).sum()
+    def value(c: Tensor, *grams: Tensor) -> Tensor:
+        scale = [_scale(s.diagonal(), m) for s, m in zip(grams, means, strict=True)]
+        pairs = [_penalty(s, r, n) for s, r in zip(grams, scale, strict=True)]
+        return mu * sum(pairs) - (c * scale[0] * scale[1]).sum()
 
-        return _share(plain, local, [rows] * 3, comm) / za.shape[1]
-
-    assert in_context is not None and num_clusters > 0, "labels need num_clusters and in_context"
-    first, second = _sides(in_context, za.shape[1])
-    ya, yb, labelled, free = _residuals(za, zb, root, labels, num_clusters, comm)
-    local = [cross, xa.square().sum(0), xb.square().sum(0)]
-    local += [y[:, first].t() @ y[:, second] for y in (ya, yb)]
-    local += [y.detach().square().sum(0) for y in (ya, yb)]
-
-    def conditional(c: Tensor, *moments: Tensor) -> Tensor:
-        total = c.new_zeros(())
-        scale = [_scale(s, m) for s, m in zip(moments[:2], means, strict=True)]
-        for s, block, spread, r in zip(
-            *(moments[i : i + 2] for i in (0, 2, 4)), scale, strict=True
-        ):
-            pairs = block * r[first].unsqueeze(1) * r[second]
-            v = (spread * r.square()).detach()
-            chance = 2 * v[first].sum() * v[second].sum() / free
-            total = total + (s * r.square() - (r != 0).to(r.dtype)).square().sum()
-            total = total + 2 * pairs.square().sum() - _if_few(chance, n, r)
-        return mu * total - (c * scale[0] * scale[1]).sum()
-
-    counts = [rows] * 3 + [labelled.clamp(min=1.0)] * 4
-    return _share(conditional, local, counts, comm) / za.shape[1]
+    return _share(value, local, n.clamp(min=1.0), comm) / za.shape[1]
 
 
-def _share(
-    value: Callable[..., Tensor], local: list[Tensor], counts: list[Tensor], comm: Comm
-) -> Tensor:
+def _share(value: Callable[..., Tensor], local: list[Tensor], count: Tensor, comm: Comm) -> Tensor:
     """Collective: this rank's share of f(Σ_r local_r / count), exact in value and gradient.
 
     `f/W + <∂f/∂S, S_r - sg(S_r)>`: S = Σ_r S_r, so the local part of the chain rule is all of it.
@@ -123,14 +86,13 @@ def _share(
     with torch.enable_grad():
         sums = [
             (total.view_as(part) / count).requires_grad_()
-            for total, part, count in zip(reduced, local, counts, strict=True)
+            for total, part in zip(reduced, local, strict=True)
         ]
         whole = value(*sums)
-        slopes = torch.autograd.grad(whole, sums, allow_unused=True)
+        slopes = torch.autograd.grad(whole, sums)
     out = (whole.detach() / comm.world).to(local[0].dtype)
-    for part, slope, count in zip(local, slopes, counts, strict=True):
-        if slope is not None:
-            out = out + ((slope / count).to(part.dtype) * (part - part.detach())).sum()
+    for part, slope in zip(local, slopes, strict=True):
+        out = out + ((slope / count).to(part.dtype) * (part - part.detach())).sum()
     return out
 
 
@@ -162,41 +124,10 @@ def _scale(variance: Tensor, mean: Tensor) -> Tensor:
     return torch.where(is_constant, 0.0, 1 / (deviation + EPS))
 
 
-def _plain_penalty(gram: Tensor, scale: Tensor, n: Tensor) -> Tensor:
+def _penalty(gram: Tensor, scale: Tensor, n: Tensor) -> Tensor:
     """‖C - I‖²_F over the channels that vary, less what chance adds in a small batch."""
     varies = (scale != 0).to(scale.dtype)
     corr = gram * scale.unsqueeze(1) * scale
     chance = varies.sum() * (varies.sum() - 1) / (n - 1).clamp(min=1.0)
-    return (corr - varies.diag()).square().sum() - _if_few(chance, n, scale)
-
-
-def _if_few(chance: Tensor, n: Tensor, scale: Tensor) -> Tensor:
-    return torch.where(n < _ROWS_PER_CHANNEL * scale.numel(), chance, 0.0)
-
-
-def _sides(in_context: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Indices of the channels in F1 and in F2."""
-    chosen = in_context.repeat_interleave(width // in_context.numel())
-    return chosen.nonzero().squeeze(1), (~chosen).nonzero().squeeze(1)
-
-
-def _residuals(
-    za: Tensor, zb: Tensor, root: Tensor | None, labels: Tensor, num_clusters: int, comm: Comm
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Collective: √w (z - cluster mean) of both views [n, D], 0 without a label; the number of
-    labelled rows, and that number less the clusters present (at least 1)."""
-    has_label = (labels >= 0).to(za.dtype).unsqueeze(1)
-    keep = has_label if root is None else has_label * root
-    place = labels.clamp(min=0)
-    with torch.no_grad():
-        weight = keep.square()
-        both = torch.cat([za * weight, zb * weight, weight], dim=1)
-        sums = both.new_zeros(num_clusters, both.shape[1]).index_add_(0, place, both)
-        reduced = comm.sum(sums.to(torch.float64))
-        size = reduced[:, -1]
-        mean_a, mean_b = (reduced[:, :-1] / size.clamp(min=1.0).unsqueeze(1)).chunk(2, dim=1)
-    ya, yb = (
-        (z - mean.to(z.dtype).index_select(0, place)) * keep
-        for z, mean in ((za, mean_a), (zb, mean_b))
-    )
-    return ya, yb, size.sum(), (size.sum() - (size > 0).sum()).clamp(min=1.0)
+    is_few = n < _ROWS_PER_CHANNEL * scale.numel()
+    return (corr - varies.diag()).square().sum() - torch.where(is_few, chance, 0.0)

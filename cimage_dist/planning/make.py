@@ -201,8 +201,7 @@ def _refresh(cfg: Config, size: GraphSize, played: Played) -> dict[str, Any] | N
 def _redundancy(cfg: Config, rows: Rows) -> dict[str, Any] | None:
     """The redundancy loss's own work on the worker with the largest share, per batch of n rows.
 
-    Plain: a product of 2nD² flops per view and pass, 8nD². Conditional, with half the channels in
-    F1: one product of nD²/2 per view forward and two backward, 3nD².
+    A product of 2nD² flops per view and pass, 8nD².
     """
     if cfg.loss.redundancy_weight == 0:
         return None
@@ -211,7 +210,7 @@ def _redundancy(cfg: Config, rows: Rows) -> dict[str, Any] | None:
         "views_encoded": 2,
         "rows_per_worker": round(n),
         "channels": width,
-        "flops_per_worker": round((3 if cfg.loss.is_conditional else 8) * n * width**2),
+        "flops_per_worker": round(8 * n * width**2),
     }
 
 

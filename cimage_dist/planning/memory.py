@@ -228,12 +228,6 @@ def estimate(
             if cfg.loss.uses_partition and cfg.ci.partition == "ci"
             else []
         ),
-        Part(
-            "pseudo-labels of all nodes",
-            "device",
-            "always",
-            4 * size.nodes if cfg.loss.is_conditional else 0,
-        ),
     ]
     if cfg.data.holdout_edges == "link":
         parts.append(

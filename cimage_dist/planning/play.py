@@ -29,7 +29,6 @@ from cimage_dist.errors import Interrupted
 from cimage_dist.train.loop import worker
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
-from cimage_dist.train.step import PseudoLabels
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Batch, EdgeList, SparseRows, View
 
@@ -184,7 +183,7 @@ def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Playe
             warnings.simplefilter("ignore", kind)
         cuts = _collectives(small, graph, num_clusters, comm)
         trainer = Trainer(small, graph, graph.topology(), comm)
-        gradients, batch, kept = _one_step(trainer, rows, max(num_clusters, 2))
+        gradients, batch, kept = _one_step(trainer, rows)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     saved, _ = trainer.state()
@@ -270,17 +269,12 @@ def _collectives(cfg: Config, graph: Graph, num_clusters: int, comm: FakeComm) -
     return sink.cuts
 
 
-def _one_step(
-    trainer: Trainer, rows: Rows, num_clusters: int
-) -> tuple[list[Call], RowBytes, RowBytes]:
+def _one_step(trainer: Trainer, rows: Rows) -> tuple[list[Call], RowBytes, RowBytes]:
     """Gradient buckets of a settled step, the tensors of its batch, and what its forward pass keeps
     for the backward pass.
     """
     if trainer.cfg.loss.uses_partition:
         trainer.scores = random_scores(trainer.cfg.model.num_factors, _SEED)
-    if trainer.cfg.loss.is_conditional:
-        label = torch.arange(trainer.graph.num_nodes, dtype=torch.int32) % num_clusters
-        trainer.labels = PseudoLabels(label, num_clusters)
     gradients: list[Call] = []
     if trainer.comm.world > 1:
         record_gradients(trainer.wrapped, gradients)

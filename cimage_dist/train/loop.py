@@ -30,7 +30,7 @@ from cimage_dist.train.refresh import (
     random_scores,
 )
 from cimage_dist.train.sink import Sink
-from cimage_dist.train.step import PseudoLabels, objective
+from cimage_dist.train.step import objective
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Topology
 
@@ -89,10 +89,9 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
     cfg, graph, comm = trainer.cfg, trainer.graph, trainer.comm
     if not cfg.loss.uses_partition:
         return
-    by_score = cfg.ci.partition == "ci"
     if cfg.ci.partition == "random":
         trainer.scores = random_scores(cfg.model.num_factors, cfg.run.seed)
-    if not by_score and not cfg.loss.is_conditional:
+    if cfg.ci.partition != "ci":
         return
     kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
     if kept is None:
@@ -100,13 +99,9 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         kept = {"labels": found.labels, "confidence": found.confidence}
         sink.store(_LABELS, kept)
     labels, confidence = kept["labels"], kept["confidence"]
-    if cfg.loss.is_conditional:
-        given = labels.to(trainer.device, torch.int32)
-        trainer.labels = PseudoLabels(given, int(given.max()) + 1)
-    if by_score:
-        trainer.refresher = Refresher(
-            cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
-        )
+    trainer.refresher = Refresher(
+        cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
+    )
 
 
 class Due(NamedTuple):

@@ -6,9 +6,8 @@ the loss is world · share because DDP averages gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,30 +23,14 @@ from cimage_dist.nn.model import ModelOutput
 from cimage_dist.types import Batch, CIScores
 
 
-class PseudoLabels(NamedTuple):
-    """`label` int32 [N] of all nodes, -1: none; below `num_clusters`."""
-
-    label: Tensor
-    num_clusters: int
-
-
-# (a batch's `node_gids`, number of the batch) -> the teacher's factors of those nodes, [n, K, C]
-Teacher = Callable[[Tensor, int], Tensor]
-
-
 def loss_terms(
     model: nn.Module,
     batch: Batch,
     cfg: Config,
     scores: CIScores | None,
     comm: Comm,
-    labels: PseudoLabels | None = None,
-    teacher_nKC: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Collective: this rank's share of each term that has a weight in the objective.
-
-    labels: for the conditional redundancy loss; teacher_nKC: target of the factor loss.
-    """
+    """Collective: this rank's share of each term that has a weight in the objective."""
     use_factors = cfg.loss.factor_weight > 0 and scores is not None
     context = scores.in_context.to(batch.x.device) if scores is not None else None
     visible = ~target_factors(context, cfg.loss) if context is not None else None
@@ -68,12 +51,12 @@ def loss_terms(
         )
     if out.predicted is not None and context is not None:
         own, predicted = out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype)
-        recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight, teacher_nKC)
+        recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight)
         terms["factor"] = recon.total / max(batch.global_nodes, 1)
     if cfg.loss.cluster_weight != 0:
         terms["cluster"] = _cluster_share(out.z.flatten(1), batch, comm)
     if out.second is not None:
-        terms["redundancy"] = _redundancy_share(out, batch, cfg, context, labels, comm)
+        terms["redundancy"] = _redundancy_share(out, batch, cfg, comm)
     if cfg.loss.extra:
         seen = registry.LossInputs(
             out.z.index_select(0, batch.nodes),
@@ -87,27 +70,12 @@ def loss_terms(
     return terms
 
 
-def _redundancy_share(
-    out: ModelOutput,
-    batch: Batch,
-    cfg: Config,
-    context: Tensor | None,
-    labels: PseudoLabels | None,
-    comm: Comm,
-) -> Tensor:
+def _redundancy_share(out: ModelOutput, batch: Batch, cfg: Config, comm: Comm) -> Tensor:
     """Over all nodes, or over the endpoints of the positives, each as often as it is one."""
     assert out.second is not None
     za, zb = out.z.index_select(0, batch.nodes).flatten(1), out.second.flatten(1)
-    given: dict[str, Any] = {
-        "mu": cfg.loss.redundancy_decorrelation,
-        "weight": batch.node_weight,
-        "comm": comm,
-    }
-    if cfg.loss.is_conditional:
-        assert labels is not None and context is not None
-        own = labels.label[batch.node_gids].to(torch.int64)
-        given |= {"labels": own, "num_clusters": labels.num_clusters, "in_context": context}
-    return redundancy_loss(za, zb, **given)
+    mu = cfg.loss.redundancy_decorrelation
+    return redundancy_loss(za, zb, mu=mu, weight=batch.node_weight, comm=comm)
 
 
 def _cluster_share(z: Tensor, batch: Batch, comm: Comm) -> Tensor:
@@ -146,8 +114,6 @@ def train_step(
     cfg: Config,
     scores: CIScores | None,
     comm: Comm,
-    labels: PseudoLabels | None = None,
-    teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
     """Collective: forward and backward of each batch, the first of them number `first`, then clip,
     update, schedule.
@@ -169,8 +135,7 @@ def train_step(
             # Dropout is the one draw that depends on the rank: each rank drops its own copy of the
             # rows.
             torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", first + number, comm.rank))
-            target = None if teacher is None else teacher(batch.node_gids, first + number)
-            terms = loss_terms(model, batch, cfg, scores, comm, labels, target)
+            terms = loss_terms(model, batch, cfg, scores, comm)
             (comm.world / len(batches) * objective(terms, cfg)).backward()
         for name, value in terms.items():
             total[name] = total.get(name, 0.0) + value.detach() / len(batches)

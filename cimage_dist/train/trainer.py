@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from cimage_dist.config import Config, OptimConfig
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
-from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.features import compact
 from cimage_dist.nn.model import build_model, needs_moments, norm_kind
 from cimage_dist.nn.norm import BatchNorm, settle
@@ -33,12 +31,9 @@ from cimage_dist.train.refresh import (
     SampledEmbedder,
     redrawn_scores,
 )
-from cimage_dist.train.step import PseudoLabels, train_step
+from cimage_dist.train.step import train_step
 from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.types import Batch, CIScores, Features, Topology
-
-_TEACHER = "teacher."
-
 
 # The option has another name since torch 2.13.
 _UNSHARED_BUFFERS: dict[str, Any] = {
@@ -126,10 +121,6 @@ class Trainer:
         self.scheduler = make_schedule(self.optimizer, optim, self._steps_of(epochs))
         self.refresher: Refresher | None = None
         self.scores: CIScores | None = None
-        self.labels: PseudoLabels | None = None  # where the redundancy loss looks at them
-        self.teacher: Encoder | None = None
-        if cfg.loss.factor_weight > 0 and cfg.loss.factor_target == "teacher":
-            self.teacher = copy.deepcopy(self.model.encoder).requires_grad_(False).eval()
         self.step = 0
         self.best_score = -math.inf
         self.best_step = 0
@@ -176,10 +167,6 @@ class Trainer:
         self.settle()
         slots, groups = checkpoint.pack_optimizer(self.optimizer)
         tensors = checkpoint.pack_model(self.model) | slots
-        if self.teacher is not None:
-            tensors |= {
-                f"{_TEACHER}{name}": value for name, value in self.teacher.state_dict().items()
-            }
         meta: dict[str, Any] = {
             "optimizer": groups,
             "scheduler": self.scheduler.state_dict(),
@@ -204,14 +191,6 @@ class Trainer:
         self.scheduler.load_state_dict(saved.meta["scheduler"])
         if isinstance(self.scheduler, LambdaLR):
             follow(self.scheduler)
-        if self.teacher is not None:
-            kept_teacher = {
-                name.removeprefix(_TEACHER): value
-                for name, value in saved.tensors.items()
-                if name.startswith(_TEACHER)
-            }
-            # Weights handed over by a run without a teacher begin a new average.
-            self.teacher.load_state_dict(kept_teacher or self.model.encoder.state_dict())
         if saved.meta["best"]:
             self.best_score, self.best_step = (
                 saved.meta["best"]["score"],
@@ -245,7 +224,6 @@ class Trainer:
         """Collective: one optimiser step on train.accumulate batches."""
         self.model.train()
         first = self.step * self.cfg.train.accumulate
-        teacher = None if self.teacher is None else self._taught
         terms = train_step(
             self.wrapped,
             self.optimizer,
@@ -255,33 +233,9 @@ class Trainer:
             self.cfg,
             self.scores,
             self.comm,
-            self.labels,
-            teacher,
         )
-        self._average_teacher()
         self.step += 1
         return terms
-
-    def _taught(self, gids: Tensor, number: int) -> Tensor:
-        """The teacher's factors of nodes on the unmasked graph, [n, K, C]."""
-        assert self.teacher is not None
-        settle(self.teacher.norm, self.teacher.linear, self.clean)
-        return self.embedder(self.teacher, gids, number).z
-
-    @torch.no_grad()
-    def _average_teacher(self) -> None:
-        """teacher <- m·teacher + (1 - m)·encoder, in its weights."""
-        if self.teacher is None:
-            return
-        for kept, now in zip(
-            self.teacher.state_dict().values(),
-            self.model.encoder.state_dict().values(),
-            strict=True,
-        ):
-            if kept.is_floating_point():
-                kept.lerp_(now, 1 - self.cfg.loss.teacher_momentum)
-            else:
-                kept.copy_(now)
 
     def remaining(self) -> Iterator[list[Batch]]:
         """The batches of each step to come, as they are made."""

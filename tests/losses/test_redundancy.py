@@ -4,8 +4,6 @@ the edges.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,27 +24,14 @@ def views(n: int = 60, width: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
     return za.requires_grad_(), zb.requires_grad_()
 
 
-def naive(
-    za: Tensor,
-    zb: Tensor,
-    mu: float = MU,
-    labels: Tensor | None = None,
-    first: Tensor | None = None,
-) -> Tensor:
+def naive(za: Tensor, zb: Tensor, mu: float = MU) -> Tensor:
     """The formula as written, differentiable, without the constant for small batches."""
     n, width = za.shape
     za, zb = ((z - z.mean(0)) / (z.std(0, correction=0) + EPS) for z in (za, zb))
     penalty = za.new_zeros(())
     for z in (za, zb):
         corr = z.T @ z / n
-        if labels is None or first is None:
-            penalty = penalty + (corr - torch.eye(width)).square().sum()
-            continue
-        rest = torch.cat(
-            [z[labels == c] - z[labels == c].mean(0) for c in labels[labels >= 0].unique()]
-        )
-        block = rest[:, first].T @ rest[:, ~first] / rest.shape[0]
-        penalty = penalty + (corr.diagonal() - 1).square().sum() + 2 * block.square().sum()
+        penalty = penalty + (corr - torch.eye(width)).square().sum()
     return (mu * penalty - (za * zb).mean(0).sum()) / width
 
 
@@ -64,38 +49,17 @@ def test_plain_form_and_its_gradients():
     compare(redundancy_loss(za, zb, mu=MU), naive(za, zb), (za, zb))
 
 
-@pytest.mark.parametrize("per", ["channel", "factor"])
-def test_conditional_form_and_its_gradients(per):
-    za, zb = views()
-    labels = torch.arange(60) % 4 - 1
-    first = torch.tensor([True, True, False, False, True, True])
-    given = first if per == "channel" else first[::2]
-    got = redundancy_loss(za, zb, mu=MU, labels=labels, num_clusters=5, in_context=given)
-    compare(got, naive(za, zb, MU, labels, first), (za, zb))
-
-
-@pytest.mark.parametrize("conditional", [False, True])
-def test_weights_are_multiplicities(conditional):
+def test_weights_are_multiplicities():
     za, zb = views(40)
     times = torch.arange(40) % 3
-    labels, first = torch.arange(40) % 3, torch.arange(6) < 2
-    more: dict[str, Any] = (
-        {"labels": labels, "num_clusters": 3, "in_context": first} if conditional else {}
-    )
-    got = redundancy_loss(za, zb, mu=MU, weight=times.float(), **more)
     rows = torch.repeat_interleave(times)
-    wanted = naive(za[rows], zb[rows], MU, labels[rows] if conditional else None, first)
-    compare(got, wanted, (za, zb))
+    got = redundancy_loss(za, zb, mu=MU, weight=times.float())
+    compare(got, naive(za[rows], zb[rows]), (za, zb))
 
 
 def test_gradients_by_finite_differences():
     za, zb = views(30, 4)
-    labels, first = torch.arange(30) % 3 - 1, torch.tensor([True, False, False, True])
     torch.autograd.gradcheck(lambda a, b: redundancy_loss(a, b, mu=MU), (za, zb))
-    torch.autograd.gradcheck(
-        lambda a, b: redundancy_loss(a, b, mu=MU, labels=labels, num_clusters=2, in_context=first),
-        (za, zb),
-    )
 
 
 def test_constant_channels_add_nothing():
@@ -116,18 +80,10 @@ def test_constant_channels_add_nothing():
 @pytest.mark.parametrize("rows", [0, 1])
 def test_too_few_rows_give_zero_attached_to_the_graph(rows):
     za, zb = (torch.randn(rows, 4, requires_grad=True) for _ in range(2))
-    for more in (
-        {},
-        {
-            "labels": torch.zeros(rows, dtype=torch.int64),
-            "num_clusters": 2,
-            "in_context": torch.arange(4) < 2,
-        },
-    ):
-        value = redundancy_loss(za, zb, **more)  # type: ignore[arg-type]
-        assert float(value) == 0 and value.requires_grad
-        value.backward()
-        assert za.grad is not None and torch.isfinite(za.grad).all() and not za.grad.any()
+    value = redundancy_loss(za, zb)
+    assert float(value) == 0 and value.requires_grad
+    value.backward()
+    assert za.grad is not None and torch.isfinite(za.grad).all() and not za.grad.any()
 
 
 def test_nan_is_not_hidden():
@@ -137,27 +93,16 @@ def test_nan_is_not_hidden():
     assert torch.isnan(redundancy_loss(bad, zb.detach()))
 
 
-@pytest.mark.parametrize("conditional", [False, True])
-def test_penalty_of_independent_channels_does_not_grow_in_small_batches(conditional):
+def test_penalty_of_independent_channels_does_not_grow_in_small_batches():
     """64 channels, 128 rows: chance alone would give a penalty of 64·63/127 ≈ 32 in each view."""
     generator = torch.Generator().manual_seed(1)
     width, n = 64, 128
-    more: dict[str, Any] = {}
     expected = width * (width - 1) / (n - 1)
-    if conditional:
-        more = {
-            "labels": torch.arange(n) % 8,
-            "num_clusters": 8,
-            "in_context": torch.arange(width) < 32,
-        }
-        expected /= 2
     found = []
     for _ in range(20):
         z = torch.randn(n, width, dtype=torch.float64, generator=generator)
         found.append(
-            width
-            * float(redundancy_loss(z, z, mu=1.0, **more) - redundancy_loss(z, z, mu=0.0, **more))
-            / 2
+            width * float(redundancy_loss(z, z, mu=1.0) - redundancy_loss(z, z, mu=0.0)) / 2
         )
     assert abs(sum(found) / len(found)) < 0.02 * expected
     # With rows enough nothing is subtracted, so the value is the plain formula's.
