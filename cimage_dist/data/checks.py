@@ -68,15 +68,15 @@ def _integers(ids: Array, where: str, first: int) -> Array:
         )
     import pandas as pd
 
-    bad = (
-        np.flatnonzero(pd.to_numeric(pd.Series(ids), errors="coerce").isna().to_numpy())
-        if ids.dtype.kind != "b"
-        else np.arange(len(ids))
-    )
+    # Integers beyond 64 bits are text or Python objects here, so numbers alone are no proof.
+    values = pd.to_numeric(pd.Series(ids), errors="coerce")
+    bad = np.flatnonzero(((values != np.trunc(values)) | (values.abs() >= 2**63)).to_numpy())
+    bad = np.arange(len(ids)) if ids.dtype.kind == "b" or not bad.size else bad
     shown = ", ".join(f"edge {first + int(i) + 1:,} has {ids[i]!r}" for i in bad[:_SHOWN])
     raise UserError(
-        f"{where}: {bad.size:,} node ids are not integers. First: {shown}. Node ids are "
-        "integers counted from 0; map names to numbers first."
+        f"{where}: {bad.size:,} node ids are not integers from 0 to N-1. First: {shown}. Where "
+        "files have no id column, ids are row numbers; for other ids give the features (or labels) "
+        "an id column, or add ids.txt with the id of each row."
     )
 
 

@@ -2,6 +2,7 @@
 
 manifest.json  indptr.npy  indices.npy  x.npy  [y.npy]  [mask_train.npy mask_val.npy mask_test.npy]
 feature_mean.npy  feature_sqmean.npy  feature_cov.npy | feature_cov_factor.npy
+[ids.npy [ids_offsets.npy]]  [edge_weight.npy]
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cimage_dist.data.checks import (
     clean_masks,
     normalize_rows,
 )
+from cimage_dist.data.ids import ID_FILES, NodeIds
 from cimage_dist.data.moments import MomentAccumulator
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
@@ -62,7 +64,8 @@ class Graph:
 
     indptr int64 [N+1], indices int32 (int64 from 2³¹ nodes) [E], x float32 or float16 [N, F], y
     int64 [N] (-1: unlabelled) or None, masks {"train", "val", "test"} bool [N] or [N, S] for S
-    given splits.
+    given splits. `ids` are the user's names of the nodes (None: their row numbers), `edge_weight`
+    float32 [E] where weights were kept.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class Graph:
         masks: Mapping[str, Array] | None = None,
         manifest: dict[str, Any] | None = None,
         path: Path | None = None,
+        ids: NodeIds | None = None,
+        edge_weight: Array | None = None,
     ) -> None:
-        self.name, self.path = name, path
+        self.name, self.path, self.ids, self.edge_weight = name, path, ids, edge_weight
         self.indptr, self.indices, self.x, self.y = indptr, indices, x, y
         self.masks: dict[str, Array] = dict(masks or {})
         self.manifest: dict[str, Any] = manifest or {}
@@ -171,6 +176,8 @@ class Graph:
             "indices": self.indices,
             "x": self.x,
             "y": self.y,
+            "ids": None if self.ids is None else self.ids.to_numpy().astype("U"),
+            "edge_weight": self.edge_weight,
             **{f"mask_{k}": v for k, v in self.masks.items()},
         }
         return _digest(
@@ -204,6 +211,10 @@ class Graph:
             masks,
             manifest,
             path,
+            NodeIds.of_store({name: _load(path / name) for name in ID_FILES if name in files})
+            if "ids.npy" in files
+            else None,
+            _load(path / "edge_weight.npy") if "edge_weight.npy" in files else None,
         )
         counts = manifest["counts"]
         if (graph.num_nodes, graph.num_edges, graph.x.shape) != (
@@ -287,6 +298,9 @@ class Graph:
             self.y,
             self.masks,
             self.manifest,
+            None,
+            self.ids,
+            self.edge_weight,
         )
 
     def __repr__(self) -> str:

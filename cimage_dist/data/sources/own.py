@@ -1,10 +1,15 @@
-"""Your own graph: a folder with edges.* and optionally features.*, labels.*, splits.* files.
+"""Your own graph: a folder with edges.* and optionally features.*, labels.*, splits.*, ids.* files.
 
-edges     csv, tsv, txt (two columns), parquet, npy ([E, 2] or [2, E]), npz (edge_index, or a scipy
-sparse adjacency) features  npy, npz (`x`, or a scipy sparse matrix), parquet, csv, tsv, txt; row i
-is node i labels    npy, csv, tsv, txt, parquet; a class per node, or two columns (node id, class);
-names are numbered in sorted order splits    npz or json with train / val / test (masks or node
-ids), or csv with one of these words per node
+edges      csv, tsv, txt, parquet: two columns, or more with names (source and target, src and dst,
+           u and v, or data.columns); npy [E, 2] or [2, E]; npz: edge_index, or a scipy sparse
+           adjacency
+features   npy, npz (`x`, or a scipy sparse matrix), parquet, csv, tsv, txt
+labels     npy, npz (`y`), csv, tsv, txt, parquet; names are numbered in sorted order
+splits     npz or json with train / val / test (masks or node ids), or a table with these words
+ids        csv, tsv, txt, parquet, npy: the id of each row of tables that have none
+
+Node ids are integers of 64 bits or text. Tables with an id column are joined by it. Where features
+(or else labels) have no ids and there is no ids file, the id of a node is the number of its row.
 """
 
 from __future__ import annotations
@@ -16,18 +21,21 @@ from typing import Any
 import numpy as np
 
 from cimage_dist.config import DataConfig
-from cimage_dist.data.checks import Array, check_ids
+from cimage_dist.data.checks import Array, check_ids, check_rows
+from cimage_dist.data.ids import NodeIds
 from cimage_dist.data.sources import npz, tables
-from cimage_dist.data.sources.raw import RawGraph, Source, edge_chunks, row_chunks
+from cimage_dist.data.sources.edges import EdgeFile, both_ends, open_edges, row_numbers
+from cimage_dist.data.sources.raw import RawGraph, Source, row_chunks
+from cimage_dist.data.sources.rows import NodeRows, read_features, read_ids_file, read_values
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 
-_TEXT = ("csv", "tsv", "txt")
 KINDS = {
-    "edges": (*_TEXT, "parquet", "npy", "npz"),
-    "features": ("npy", "npz", "parquet", *_TEXT),
-    "labels": ("npy", *_TEXT, "parquet"),
-    "splits": ("npz", "json", *_TEXT, "parquet"),
+    "edges": (*tables.TEXT, "parquet", "npy", "npz"),
+    "features": ("npy", "npz", "parquet", *tables.TEXT),
+    "labels": ("npy", "npz", *tables.TEXT, "parquet"),
+    "splits": ("npz", "json", *tables.TEXT, "parquet"),
+    "ids": (*tables.TEXT, "parquet", "npy"),
 }
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
@@ -68,81 +76,42 @@ def find_files(path: Path) -> dict[str, Path]:
     return found
 
 
-def _edges(path: Path) -> Iterator[tuple[Array, Array]]:
-    kind = tables.kind_of(path)
-    if kind in _TEXT:
-        return tables.text_edges(path)
-    if kind == "parquet":
-        return tables.parquet_edges(path)
-    if kind == "npy":
-        pairs = tables.load_npy(path)
-    else:
-        with npz.open_npz(path) as archive:
-            if "indptr" in archive.files:
-                adjacency = _sparse(path).tocoo()
-                return edge_chunks(adjacency.row, adjacency.col)
-            pairs = npz.read_member(
-                archive, "edge_index" if "edge_index" in archive.files else "edges", path
+def revision_of(path: Path) -> int:
+    """Tables are read otherwise than by earlier versions (ids, headers); arrays are not."""
+    kinds = {tables.kind_of(file) for file in find_files(path).values()}
+    return 1 if kinds & {*tables.TEXT, "parquet"} else 0
+
+
+def _in_node_order(
+    rows: NodeRows, num_nodes: int, nodes: NodeIds | None, is_ordered: bool, missing: Any
+) -> Array:
+    """Values in node order; nodes that a table with ids leaves out get `missing`."""
+    values = rows.values
+    assert values is not None
+    if rows.ids is None:
+        if not is_ordered and rows.count:
+            raise UserError(
+                f"{rows.path} has no ids, but the nodes of this graph have. Add an id column, so "
+                "that each row finds its node."
             )
-    if pairs.ndim != 2 or 2 not in pairs.shape:
-        raise UserError(
-            f"{path}: edges must be an array [E, 2] or [2, E]; it has shape {pairs.shape}."
-        )
-    src, dst = (pairs[:, 0], pairs[:, 1]) if pairs.shape[1] == 2 else (pairs[0], pairs[1])
-    return edge_chunks(src, dst)
-
-
-def _sparse(path: Path) -> Any:
-    """A scipy sparse matrix in csr form, its indices checked."""
-    from scipy.sparse import load_npz
-
-    with npz.readable(path):
-        matrix = load_npz(path).tocsr()
-        matrix.check_format(full_check=True)
-    return matrix
-
-
-def _features(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
-    """(rows, chunks) of the feature table."""
-    kind = tables.kind_of(path)
-    if kind == "npy":
-        return tables.npy_matrix(path)
-    if kind == "parquet":
-        return tables.parquet_matrix(path)
-    if kind in _TEXT:
-        return tables.text_matrix(path)
-    with npz.open_npz(path) as archive:
-        members = archive.files
-    if "format" in members and "shape" in members:
-        matrix = _sparse(path)
-        return matrix.shape[0], lambda: row_chunks(matrix)
-    key = "x" if "x" in members else "features"
-    shape = npz.member_shape(path, key)
-    return (shape[0] if shape else 0), lambda: npz.stream_rows(path, key)
-
-
-def _by_node(path: Path, num_nodes: int, missing: Any) -> Array:
-    """Values in node order; nodes that a two-column table leaves out get `missing`."""
-    ids, values = tables.read_node_values(path)
-    if ids is None:
         return values
-    nodes, _ = check_ids(ids, ids, num_nodes, f"node ids of {path}")
-    if len(np.unique(nodes)) != len(nodes):
-        raise UserError(
-            f"{path}: {len(nodes) - len(np.unique(nodes)):,} nodes occur more than once."
-        )
+    NodeIds(rows.ids, str(rows.path))
+    if nodes is None:
+        ids = rows.ids.to_numpy(zero_copy_only=False)
+        found, _ = check_ids(ids, ids, num_nodes, f"node ids of {rows.path}")
+    else:
+        found = nodes.rows_of(rows.ids, str(rows.path))
     out = np.full(
         num_nodes, missing, dtype=object if values.dtype.kind not in "iuf" else np.float64
     )
-    out[nodes] = values
+    out[found] = values
     return out
 
 
-def _labels(path: Path, num_nodes: int) -> tuple[Array, list[str] | None]:
+def _labels(values: Array) -> tuple[Array, list[str] | None]:
     """Labels, and the class names when they were words."""
     import pandas as pd
 
-    values = _by_node(path, num_nodes, np.nan)
     if values.dtype.kind in "iufb" or values.ndim != 1:
         return values, None
     words = pd.Series(values, dtype=object)
@@ -150,7 +119,9 @@ def _labels(path: Path, num_nodes: int) -> tuple[Array, list[str] | None]:
     return codes.astype(np.int64), [str(name) for name in names]
 
 
-def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
+def _splits(
+    path: Path, data: DataConfig, num_nodes: int, nodes: NodeIds | None, is_ordered: bool
+) -> dict[str, Array]:
     kind = tables.kind_of(path)
     if kind == "npz":
         with npz.open_npz(path) as archive:
@@ -165,8 +136,9 @@ def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
     else:
         import pandas as pd
 
+        rows = read_values(path, "splits", data, num_nodes, nodes)
         words = (
-            pd.Series(_by_node(path, num_nodes, None), dtype=object)
+            pd.Series(_in_node_order(rows, num_nodes, nodes, is_ordered, None), dtype=object)
             .fillna("")
             .astype(str)
             .str.strip()
@@ -180,65 +152,137 @@ def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
             f"{', '.join(map(repr, unknown)) or 'none'}."
         )
     return {
-        _SPLIT_WORDS[name]: _as_mask(values, num_nodes, f"{name} split of {path}")
+        _SPLIT_WORDS[name]: _as_mask(
+            values, num_nodes, nodes, is_ordered, f"{name} split of {path}"
+        )
         for name, values in given.items()
     }
 
 
-def _as_mask(values: Array, num_nodes: int, where: str) -> Array:
-    """Booleans are a mask, integers are node ids."""
+def _as_mask(
+    values: Array, num_nodes: int, nodes: NodeIds | None, is_ordered: bool, where: str
+) -> Array:
+    """Booleans are a mask, others are node ids."""
     if values.dtype.kind == "b":
+        if not is_ordered:
+            raise UserError(
+                f"{where}: a mask is in node order, but the nodes of this graph have ids. List the "
+                "ids instead."
+            )
         return values
     mask = np.zeros(num_nodes, dtype=bool)
-    if values.size:
+    if values.size and nodes is not None:
+        mask[nodes.rows_of(values.ravel(), where)] = True
+    elif values.size:
         ids, _ = check_ids(values.ravel(), values.ravel(), num_nodes, where)
         mask[ids] = True
     return mask
 
 
 def load(data: DataConfig) -> RawGraph:
-    """The number of nodes is the number of feature rows, else of labels, else the highest id in the
-    edges + 1.
+    """The nodes are those of the ids file, else of the features' id column, else the rows of the
+    features, of an adjacency or of the labels, else the ids that occur in edges and labels.
     """
     assert data.path is not None
     files = find_files(Path(data.path))
-    features: Callable[[], Iterator[Array]] | None = None
-    num_nodes: int | None = None
-    if "features" in files:
-        num_nodes, features = _features(files["features"])
-    elif "labels" in files:
-        ids, values = tables.read_node_values(files["labels"])
-        num_nodes = len(values) if ids is None else None
-    if num_nodes is None:
-        num_nodes = 1 + max(
-            (int(max(src.max(), dst.max())) for src, dst in _checked(files["edges"]) if len(src)),
-            default=-1,
-        )
-    notes: dict[str, Any] = {}
+    features = read_features(files["features"], data) if "features" in files else None
+    nodes: NodeIds | None = None
+    if "ids" in files:
+        count = None if features is None else features.count
+        nodes = NodeIds(read_ids_file(files["ids"], data, count), str(files["ids"]))
+    elif features is not None and features.ids is not None:
+        nodes = NodeIds(features.ids, str(features.path))
+    num_nodes = len(nodes) if nodes is not None else features.count if features else None
+    edges = open_edges(files["edges"], data, nodes)
+    num_nodes = edges.num_nodes if num_nodes is None else num_nodes
     labels = None
     if "labels" in files:
-        labels, names = _labels(files["labels"], num_nodes)
+        labels = read_values(files["labels"], "labels", data, num_nodes, nodes)
+        if num_nodes is None and labels.ids is None:
+            num_nodes = labels.count
+    if num_nodes is None:
+        known = [] if labels is None or labels.ids is None else [labels.ids]
+        nodes = NodeIds.union([*both_ends(edges), *known])
+        num_nodes = len(nodes)
+    # Ids 0..N-1 are row numbers: rows are put in that order, and the graph needs no ids.
+    order = None if nodes is None or "ids" in files else nodes.order()
+    is_ordered = nodes is None or "ids" in files or _is_ascending(order)
+    nodes = nodes if order is None else None
+    _check_counts(num_nodes, [features, labels], edges)
+    if edges.num_nodes is not None and not is_ordered:
+        raise UserError(
+            f"{edges.path} is a matrix without ids, but {files['features'].name} has ids: which "
+            "row is which node is not known. Add an ids file with the id of each row."
+        )
+    by_name = nodes if edges.num_nodes is None else None
+    notes = _notes(edges, [features, labels], nodes)
+    classes, masks = None, {}
+    if labels is not None:
+        classes, names = _labels(_in_node_order(labels, num_nodes, nodes, is_ordered, np.nan))
         if names is not None:
             notes["class_names"] = names
-    masks = _splits(files["splits"], num_nodes) if "splits" in files else {}
+    if "splits" in files:
+        masks = _splits(files["splits"], data, num_nodes, nodes, is_ordered)
     return RawGraph(
         num_nodes=num_nodes,
-        edges=lambda: _edges(files["edges"]),
-        features=features,
-        labels=labels,
+        edges=lambda: ((src, dst) for src, dst, *_ in row_numbers(edges, by_name)),
+        features=None if features is None else _in_order(features, nodes, order),
+        labels=classes,
         masks=masks,
+        ids=nodes,
+        weighted_edges=(lambda: row_numbers(edges, by_name)) if edges.has_weights else None,
         files=list(files.values()),
         notes=notes,
         feature_hint=f"no features.* file beside {files['edges'].name}",
     )
 
 
-def _checked(path: Path) -> Iterator[tuple[Array, Array]]:
-    """Edges of a graph whose size is not known yet: ids must be integers and not negative."""
-    seen = 0
-    for src, dst in _edges(path):
-        yield check_ids(src, dst, 2**62, f"edges in {path}", seen)
-        seen += len(src)
+def _is_ascending(order: Array | None) -> bool:
+    return order is not None and bool((order == np.arange(len(order))).all())
+
+
+def _check_counts(num_nodes: int, tables: list[NodeRows | None], edges: EdgeFile) -> None:
+    """Files without ids have one row per node: they must agree on how many there are."""
+    counts = {rows.path.name: rows.count for rows in tables if rows and rows.ids is None}
+    if edges.num_nodes is not None:
+        counts[edges.path.name] = edges.num_nodes
+    if len({num_nodes, *counts.values()}) > 1:
+        shown = ", ".join(f"{name} has {count:,}" for name, count in counts.items())
+        raise UserError(
+            f"{edges.path.parent}: row i belongs to node i, so each of these files needs one row "
+            f"per node, but {shown} rows"
+            + (f" for {num_nodes:,} ids" if num_nodes not in counts.values() else "")
+            + ". Add the missing rows, or an id column to say which are there."
+        )
+
+
+def _in_order(
+    rows: NodeRows, nodes: NodeIds | None, order: Array | None
+) -> Callable[[], Iterator[Array]]:
+    """The feature rows in node order; rows in another order pass through memory."""
+    chunks = rows.chunks
+    assert chunks is not None
+    if rows.ids is not None and nodes is not None and rows.ids is not nodes.values:
+        NodeIds(rows.ids, str(rows.path))
+        found = nodes.rows_of(rows.ids, str(rows.path))
+        check_rows(len(found), len(nodes), "features", str(rows.path))
+        order = np.argsort(found)
+    if order is None or rows.ids is None or _is_ascending(order):
+        return chunks
+    return lambda: row_chunks(np.concatenate(list(chunks()))[order])
+
+
+def _notes(edges: EdgeFile, tables: list[NodeRows | None], nodes: NodeIds | None) -> dict[str, Any]:
+    """What reading did that the files do not show."""
+    notes: dict[str, Any] = {}
+    ignored = {rows.path.name: rows.ignored for rows in [edges, *tables] if rows and rows.ignored}
+    if ignored:
+        notes["ignored_columns"] = ignored
+    if edges.drops_weights:
+        notes["weights"] = "edge weights are not kept (data.columns.weight keeps them)"
+    if edges.has_weights:
+        notes["weights"] = "edge weights are kept, but training does not use them"
+    return notes
 
 
 SOURCE = Source(load)
