@@ -42,6 +42,8 @@ def open_graph(data: DataConfig | str | Path) -> Graph:
         )
     if not is_url(place) and not _is_store(Path(place)):
         ingest(data)
+        for warning in read_manifest(Path(place))["notes"].get("warnings", []):
+            _LOG.warning("%s", warning)
     if data.stage_dir is None:
         return Graph.open(place, data.verify)
     return Graph.open(stage(place, Path(data.stage_dir), _LOG.info, data.verify), "never")

@@ -13,6 +13,7 @@ from cimage_dist.config import DataConfig
 from cimage_dist.data.build import CscBuilder, NpyWriter, edge_weights
 from cimage_dist.data.checks import (
     Array,
+    FeatureScale,
     check_features,
     check_rows,
     clean_labels,
@@ -43,16 +44,21 @@ def write_store(
             "data.features=degree, data.features=hash or data.features=laplacian (width: "
             "data.made_features)."
         )
-    names = _write_labels(raw, where, out)
+    names, warnings = _write_labels(raw, where, out)
     statistics = _write_edges(raw, where, out, progress)
     progress("writing features")
     indptr, indices = (
         np.load(out / "indptr.npy", mmap_mode="r"),
         np.load(out / "indices.npy", mmap_mode="r"),
     )
+    if data.path and raw.ids is None and indptr[1] == 0:
+        warnings.append(
+            f"{where}: node 0 has no edge. If ids count from 1, give the features an id column, or "
+            "subtract 1."
+        )
     given = raw.features if data.features == "given" else None
     chunks = given() if given else make_features(data.features, data.made_features, indptr, indices)
-    moments = _write_features(
+    moments, scale = _write_features(
         chunks,
         raw.num_nodes,
         options["normalize"],
@@ -60,6 +66,8 @@ def write_store(
         f"features of {where}",
         out,
     )
+    warnings += scale.finish(f"features of {where}", data.feature_dtype)
+    statistics["feature_nonzeros"] = int(scale.nonzeros.sum())
     names += ["indptr.npy", "indices.npy", "x.npy", *_write_moments(moments, out)]
     if raw.ids is not None:
         names += raw.ids.write(out)
@@ -93,7 +101,7 @@ def write_store(
             "raw_files": _describe_raw(raw.files),
         },
         "statistics": statistics,
-        "notes": raw.notes,
+        "notes": raw.notes | ({"warnings": warnings} if warnings else {}),
     }
     artifacts.write_json(out / artifacts.MANIFEST, manifest)
 
@@ -122,15 +130,28 @@ def _write_edges(raw: RawGraph, where: str, out: Path, progress: Progress) -> di
     return builder.finish(out)
 
 
-def _write_labels(raw: RawGraph, where: str, out: Path) -> list[str]:
-    names = []
+def _write_labels(raw: RawGraph, where: str, out: Path) -> tuple[list[str], list[str]]:
+    """(files, warnings)."""
+    names, warnings = [], []
     if raw.labels is not None:
-        np.save(out / "y.npy", clean_labels(raw.labels, raw.num_nodes, f"labels of {where}"))
+        y = clean_labels(raw.labels, raw.num_nodes, f"labels of {where}")
+        np.save(out / "y.npy", y)
         names.append("y.npy")
+        warnings = _label_warnings(y, raw.notes.get("class_names"), f"labels of {where}")
     for name, mask in clean_masks(raw.masks, raw.num_nodes, f"splits of {where}").items():
         np.save(out / f"mask_{name}.npy", mask)
         names.append(f"mask_{name}.npy")
-    return names
+    return names, warnings
+
+
+def _label_warnings(y: Array, names: list[str] | None, where: str) -> list[str]:
+    classes = np.unique(y[y >= 0])
+    if len(classes) == 0:
+        return [f"{where}: no node has a label, so there is no score by labels."]
+    if len(classes) == 1:
+        name = repr(names[classes[0]]) if names else int(classes[0])
+        return [f"{where}: there is one class only ({name}), so scores by labels say nothing."]
+    return []
 
 
 def _write_features(
@@ -140,8 +161,9 @@ def _write_features(
     dtype: np.dtype[Any],
     where: str,
     out: Path,
-) -> FeatureMoments:
+) -> tuple[FeatureMoments, FeatureScale]:
     moments: MomentAccumulator | None = None
+    scale = FeatureScale(0)
     writer: NpyWriter | None = None
     try:
         for given in chunks:
@@ -153,6 +175,7 @@ def _write_features(
             if writer is None or moments is None:
                 writer = NpyWriter(out / "x.npy", dtype, (given.shape[1],))
                 moments = MomentAccumulator(num_nodes, given.shape[1])
+                scale = FeatureScale(given.shape[1])
             if writer.rows + len(given) > num_nodes:
                 check_rows(
                     writer.rows + len(given) + sum(len(rest) for rest in chunks),
@@ -167,12 +190,13 @@ def _write_features(
             check_features(given, stored, writer.rows, where)
             writer.write(stored)
             moments.add(stored)
+            scale.add(given, stored)
     finally:
         if writer is not None:
             writer.close()
     check_rows(writer.rows if writer else 0, num_nodes, "features", where)
     assert moments is not None
-    return moments.finish()
+    return moments.finish(), scale
 
 
 def _write_moments(moments: FeatureMoments, out: Path) -> list[str]:

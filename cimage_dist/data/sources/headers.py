@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from cimage_dist.errors import UserError
@@ -41,7 +42,8 @@ def has_header(lines: Lines, known: Collection[str]) -> bool | None:
     cells = [cell for cell, numbers in zip(first, numeric, strict=True) if numbers] or first
     if not all(is_number(cell) for cell in cells if cell):
         return None
-    if not looks_numbered(cells):
+    named = sum(1 for _ in takewhile(lambda cell: not is_number(cell), first))
+    if not looks_numbered(first[named:]):
         return False
     # Whole numbers over a column of fractions: 0,1,2 is then no row of the table.
     has_fractions = any(found and not any(map(_is_whole, found)) for found in columns)

@@ -145,6 +145,7 @@ def _splits(
             .str.lower()
         )
         given = {word: (words == word).to_numpy(dtype=bool) for word in words.unique() if word}
+        is_ordered = True
     unknown = sorted(set(given) - set(_SPLIT_WORDS))
     if unknown or not given:
         raise UserError(
