@@ -37,6 +37,8 @@ def read_ids(values: Any, where: str, first: int = 0) -> pa.Array:
     found = pa.array(values.tolist() if is_numpy else values, from_pandas=True)
     if isinstance(found, pa.ChunkedArray):
         found = found.combine_chunks()
+    if len(found) == 0:
+        return pa.array([], pa.int64())
     if pa.types.is_dictionary(found.type):
         found = found.dictionary_decode()
     if pa.types.is_floating(found.type):
@@ -56,7 +58,7 @@ def read_ids(values: Any, where: str, first: int = 0) -> pa.Array:
     if not (pa.types.is_string(found.type) or pa.types.is_large_string(found.type)):
         raise UserError(f"{where}: node ids must be integers or text; got {found.type}.")
     text = pc.utf8_trim_whitespace(found.cast(pa.large_string()))
-    if len(text) and pc.all(pc.match_substring_regex(text, _INTEGER)).as_py():
+    if pc.all(pc.match_substring_regex(text, _INTEGER)).as_py():
         try:
             return text.cast(pa.int64())
         except pa.ArrowInvalid:

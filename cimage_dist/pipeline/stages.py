@@ -347,6 +347,8 @@ def embed(
         )
     if parquet:
         add_parquet(folder, None if graph.ids is None else graph.ids.values)
+    elif graph.ids is not None:
+        note("nodes have ids of their own: --parquet writes them beside the rows")
     return folder
 
 

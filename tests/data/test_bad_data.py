@@ -46,12 +46,12 @@ ARRAYS: Table = [
     (
         "too few labels",
         {"labels": np.zeros(4, dtype=int)},
-        ["features.npy has 5, labels.npy has 4 rows"],
+        ["features.npy has 5", "labels.npy has 4 rows"],
     ),
     (
         "too many labels",
         {"labels": np.zeros(9, dtype=int)},
-        ["features.npy has 5, labels.npy has 9 rows"],
+        ["features.npy has 5", "labels.npy has 9 rows"],
     ),
     ("fractional label", {"labels": np.array([0, 1, 0.5, 1, 1])}, ["not whole", "row 2 = 0.5"]),
     ("label below -1", {"labels": np.array([0, 1, -7, 1, 1])}, ["below -1", "row 2 = -7"]),
@@ -134,7 +134,7 @@ FILES: list[tuple[str, str, str | bytes, list[str]]] = [
         "wrong feature rows",
         "features.csv",
         "1,2,3\n" * 4,
-        ["features.csv has 4, labels.npy has 5 rows", "id column"],
+        ["features.csv has 4", "labels.npy has 5 rows", "id column"],
     ),
     (
         "unknown split word",

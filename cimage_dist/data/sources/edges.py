@@ -184,16 +184,9 @@ def row_numbers(edges: EdgeFile, nodes: NodeIds | None) -> Iterator[tuple[Array,
     where, seen = f"edges in {edges.path}", 0
     for src, dst, *weight in edges.chunks(nodes is not None):
         ends = (
-            [_plain(src), _plain(dst)]
+            [np.asarray(src), np.asarray(dst)]
             if nodes is None
             else [nodes.rows_of(column, where, seen) for column in (src, dst)]
         )
         seen += len(src)
-        yield (*ends, *(_plain(column) for column in weight))
-
-
-def _plain(column: Any) -> Array:
-    """A numpy array of what pandas, arrow or numpy give."""
-    if hasattr(column, "null_count"):
-        return np.asarray(column.to_numpy(zero_copy_only=False))
-    return column if isinstance(column, np.ndarray) else np.asarray(column.to_numpy())
+        yield (*ends, *(np.asarray(column) for column in weight))
