@@ -86,7 +86,7 @@ def ingest(data: DataConfig, progress: Callable[[str], None] | None = None) -> t
         if error.errno in UNWRITABLE:
             raise UserError(
                 f"Cannot write the graph store below {path.parent}: {error.strerror} "
-                f"({error.filename}). "
+                f"({error.filename or path.parent}). "
                 "Choose another folder with data.store_dir, or make room."
             ) from None
         raise
