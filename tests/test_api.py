@@ -164,8 +164,6 @@ def test_misuse(cfg: Config, small_sbm: Graph, tmp_path: Path) -> None:
             act()
     with pytest.raises(UserError, match=r"Expected a graph from open_graph.*got str"):
         Pretrainer(cfg).fit("digits")
-    with pytest.raises(UserError, match="no features"):
-        Pretrainer(cfg).fit(Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2))
     with pytest.raises(UserError, match=r"config\.yaml"):
         Pretrainer.load(tmp_path / "nothing")
     run = tmp_path / "run"

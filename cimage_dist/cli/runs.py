@@ -86,6 +86,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def do_ingest(args: argparse.Namespace) -> Any:
+    from cimage_dist.data.describe import describe, lines_of
     from cimage_dist.data.ingest import ingest
     from cimage_dist.data.store import Graph
 
@@ -93,22 +94,11 @@ def do_ingest(args: argparse.Namespace) -> Any:
     path, is_new = ingest(
         cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr)
     )
-    graph = Graph.open(path, cfg.data.verify)
-    facts = {
-        "store": str(path),
-        "built_now": is_new,
-        "nodes": graph.num_nodes,
-        "edges": graph.num_edges // 2,
-        "features": graph.num_features,
-        "classes": graph.num_classes,
-    }
+    facts = describe(Graph.open(path, cfg.data.verify))
     if not args.json:
-        print(
-            f"{'built' if is_new else 'already there'}: {path}\n{graph.num_nodes:,} nodes, "
-            f"{graph.num_edges // 2:,} undirected edges, {graph.num_features:,} features, "
-            f"{graph.num_classes} classes"
-        )
-    return facts
+        print(f"{'built' if is_new else 'already there'}: {path}")
+        print("\n".join(lines_of(facts)))
+    return {"store": str(path), "built_now": is_new, **facts}
 
 
 def do_pretrain(args: argparse.Namespace) -> Any:

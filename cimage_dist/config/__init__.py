@@ -139,7 +139,7 @@ class Config:
 # Keys that do not change what is trained (where things are, what is scored afterwards): they leave
 # the fingerprint alone.
 _NOT_TRAINED = {
-    "data": ("path", "root", "store_dir", "stage_dir", "verify"),
+    "data": ("path", "columns", "header", "root", "store_dir", "stage_dir", "verify"),
     "model": ("routing_backend",),
     "sampler": ("loader_processes", "prefetch"),
     "cluster": ("labels_path",),

@@ -48,6 +48,17 @@ class DataConfig:
         "copy the graph store to this local folder of each node first; data.path may then be "
         "the URL of a store (s3://bucket/folder, gs://, file://)",
     )
+    columns: dict[str, str] = opt(
+        {},
+        "which columns of your tables are what, by name or number from 0, where their names do not "
+        "say it: source, target, weight, id, label, split; e.g. data.columns.source=user. A weight "
+        "is kept, but not used in training",
+    )
+    header: dict[str, str] = opt(
+        {},
+        "whether the first line of a text table names its columns, where that is in doubt: "
+        "data.header.edges=present or absent; also features, labels, splits, ids",
+    )
     features: Literal["given", "degree", "hash", "laplacian"] = opt(
         "given", "node features: as given, or made from the graph when there are none"
     )
@@ -85,6 +96,17 @@ class DataConfig:
                 f"data.{name}",
                 "must be a folder; for a graph store on object storage set data.path to its URL",
                 folder,
+            )
+        _check_words(
+            "columns", self.columns, ("source", "target", "weight", "id", "label", "split")
+        )
+        _check_words("header", self.header, ("edges", "features", "labels", "splits", "ids"))
+        for role, value in self.header.items():
+            need(
+                value in ("present", "absent"),
+                f"data.header.{role}",
+                "must be present or absent",
+                value,
             )
         need(
             0 < self.train_ratio < 1,
@@ -157,3 +179,8 @@ class DataConfig:
             sbm.nuisance_features,
         )
         need(sbm.noise >= 0, "data.sbm.noise", "must not be negative", sbm.noise)
+
+
+def _check_words(name: str, given: dict[str, str], known: tuple[str, ...]) -> None:
+    for key in given:
+        need(key in known, f"data.{name}", f"names one of {', '.join(known)}", key)

@@ -117,6 +117,25 @@ def _statistics(read: int, loops: int, directed: int, isolated: int) -> dict[str
     }
 
 
+def edge_weights(
+    indptr: Array, indices: Array, chunks: Iterator[tuple[Array, ...]], where: str
+) -> Array:
+    """float32 [E], one for each entry of `indices`: the sum over all rows of the edge list that
+    name this pair, in either direction. `chunks` are sources, targets and weights.
+    """
+    n = len(indptr) - 1
+    keys = np.repeat(np.arange(n, dtype=np.int64) * n, np.diff(indptr)) + indices
+    weights = np.zeros(len(keys), dtype=np.float64)
+    for src, dst, values in chunks:
+        if values.dtype.kind not in "iufb" or not np.isfinite(values).all():
+            raise UserError(f"{where} must be finite numbers. Replace or remove other values.")
+        keep = src != dst
+        a, b = src[keep].astype(np.int64), dst[keep].astype(np.int64)
+        for pair in (a * n + b, b * n + a):
+            np.add.at(weights, np.searchsorted(keys, pair), values[keep])
+    return weights.astype(np.float32)
+
+
 class CscBuilder:
     """Collects edge chunks, then writes `indptr.npy` (int64) and `indices.npy` (int32 when ids
     fit).

@@ -13,6 +13,8 @@ from cimage_dist.errors import UserError
 
 Array = np.ndarray[Any, Any]
 _SHOWN = 3
+# Squares of values beyond these are not finite, or zero, in float32.
+_LARGE, _SMALL = 1e18, 1e-18
 
 
 def check_ids(
@@ -68,15 +70,15 @@ def _integers(ids: Array, where: str, first: int) -> Array:
         )
     import pandas as pd
 
-    bad = (
-        np.flatnonzero(pd.to_numeric(pd.Series(ids), errors="coerce").isna().to_numpy())
-        if ids.dtype.kind != "b"
-        else np.arange(len(ids))
-    )
+    # Integers beyond 64 bits are text or Python objects here, so numbers alone are no proof.
+    values = pd.to_numeric(pd.Series(ids), errors="coerce")
+    bad = np.flatnonzero(((values != np.trunc(values)) | (values.abs() >= 2**63)).to_numpy())
+    bad = np.arange(len(ids)) if ids.dtype.kind == "b" or not bad.size else bad
     shown = ", ".join(f"edge {first + int(i) + 1:,} has {ids[i]!r}" for i in bad[:_SHOWN])
     raise UserError(
-        f"{where}: {bad.size:,} node ids are not integers. First: {shown}. Node ids are "
-        "integers counted from 0; map names to numbers first."
+        f"{where}: {bad.size:,} node ids are not integers from 0 to N-1. First: {shown}. Where "
+        "files have no id column, ids are row numbers; for other ids give the features (or labels) "
+        "an id column, or add ids.txt with the id of each row."
     )
 
 
@@ -95,14 +97,54 @@ def check_features(rows: Array, stored: Array, first: int, where: str) -> None:
     if np.isfinite(rows[~finite].astype(np.float64)).all():
         raise UserError(
             f"{where}: {len(at):,} values in {bad_rows:,} rows are too large for "
-            f"{stored.dtype}. First: {shown}. "
-            "Scale the features, or set data.feature_dtype=float32."
+            f"{stored.dtype}. First: {shown}. Scale the features"
+            + (", or set data.feature_dtype=float32." if stored.dtype == np.float16 else ".")
         )
     raise UserError(
         f"{where}: {len(at):,} values in {bad_rows:,} rows among rows "
         f"0..{first + len(rows) - 1:,} are NaN or infinite. "
         f"First: {shown}. Replace them (e.g. by column means) and try again."
     )
+
+
+class FeatureScale:
+    """Whether features are of a size that training can work with; feed all rows with `add`."""
+
+    def __init__(self, width: int) -> None:
+        self.nonzeros = np.zeros(width, dtype=np.int64)
+        self.vanished = 0
+        self.largest = 0.0
+
+    def add(self, given: Array, stored: Array) -> None:
+        """Rows as given and as stored; both [n, F]."""
+        self.nonzeros += np.count_nonzero(stored, axis=0)
+        self.vanished += int(np.count_nonzero(given)) - int(np.count_nonzero(stored))
+        self.largest = max(self.largest, float(np.abs(stored).max(initial=0)))
+
+    def finish(self, where: str, dtype: Any) -> list[str]:
+        """What to warn of; features without any use are an error."""
+        lost = f"{self.vanished:,} values are too small for {dtype} and became zero"
+        if self.largest == 0:
+            raise UserError(
+                f"{where} are all zero{f': {lost}' if self.vanished else ''}, so there is nothing "
+                "to learn from. Check the file, or choose features made from the graph: "
+                "data.features=degree, hash or laplacian."
+            )
+        if not _SMALL < self.largest < _LARGE:
+            raise UserError(
+                f"{where}: the largest value is {self.largest:.3g}, and training multiplies values "
+                f"in float32, which {'overflows' if self.largest > 1 else 'gives zero'}. Scale the "
+                "features, e.g. by data.normalize=unit."
+            )
+        empty = np.flatnonzero(self.nonzeros == 0)
+        warnings = [f"{where}: {lost}."] if self.vanished > 0 else []
+        if empty.size:
+            shown = ", ".join(str(j) for j in empty[:_SHOWN])
+            warnings.append(
+                f"{where}: {empty.size:,} of {len(self.nonzeros):,} columns are zero for every "
+                f"node (the first: {shown})."
+            )
+        return warnings
 
 
 def check_rows(count: int, num_nodes: int, what: str, where: str) -> None:

@@ -2,6 +2,7 @@
 
 manifest.json  indptr.npy  indices.npy  x.npy  [y.npy]  [mask_train.npy mask_val.npy mask_test.npy]
 feature_mean.npy  feature_sqmean.npy  feature_cov.npy | feature_cov_factor.npy
+[ids.npy [ids_offsets.npy]]  [edge_weight.npy]
 """
 
 from __future__ import annotations
@@ -18,15 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist.data.build import csc_in_memory
-from cimage_dist.data.checks import (
-    Array,
-    check_features,
-    check_rows,
-    clean_labels,
-    clean_masks,
-    normalize_rows,
-)
+from cimage_dist.data.checks import Array
+from cimage_dist.data.ids import ID_FILES, NodeIds
 from cimage_dist.data.moments import MomentAccumulator
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
@@ -62,7 +56,8 @@ class Graph:
 
     indptr int64 [N+1], indices int32 (int64 from 2³¹ nodes) [E], x float32 or float16 [N, F], y
     int64 [N] (-1: unlabelled) or None, masks {"train", "val", "test"} bool [N] or [N, S] for S
-    given splits.
+    given splits. `ids` are the user's names of the nodes (None: their row numbers), `edge_weight`
+    float32 [E] where weights were kept.
     """
 
     def __init__(
@@ -75,8 +70,10 @@ class Graph:
         masks: Mapping[str, Array] | None = None,
         manifest: dict[str, Any] | None = None,
         path: Path | None = None,
+        ids: NodeIds | None = None,
+        edge_weight: Array | None = None,
     ) -> None:
-        self.name, self.path = name, path
+        self.name, self.path, self.ids, self.edge_weight = name, path, ids, edge_weight
         self.indptr, self.indices, self.x, self.y = indptr, indices, x, y
         self.masks: dict[str, Array] = dict(masks or {})
         self.manifest: dict[str, Any] = manifest or {}
@@ -171,6 +168,8 @@ class Graph:
             "indices": self.indices,
             "x": self.x,
             "y": self.y,
+            "ids": None if self.ids is None else self.ids.to_numpy().astype("U"),
+            "edge_weight": self.edge_weight,
             **{f"mask_{k}": v for k, v in self.masks.items()},
         }
         return _digest(
@@ -204,6 +203,10 @@ class Graph:
             masks,
             manifest,
             path,
+            NodeIds.of_store({name: _load(path / name) for name in ID_FILES if name in files})
+            if "ids.npy" in files
+            else None,
+            _load(path / "edge_weight.npy") if "edge_weight.npy" in files else None,
         )
         counts = manifest["counts"]
         if (graph.num_nodes, graph.num_edges, graph.x.shape) != (
@@ -218,47 +221,31 @@ class Graph:
         return graph
 
     @staticmethod
-    def from_data(data: Data, name: str = "data", normalize: str = "unit") -> Graph:
-        """A graph in memory from a PyG `Data`: symmetrised, coalesced, without self-loops, checked
-        like any source.
+    def from_edges(edges: Any, x: Any = None, y: Any = None, **options: Any) -> Graph:
+        """A graph in memory: symmetrised, without duplicates and self-loops, checked like files.
 
-        `normalize` is data.normalize of the config; `source` keeps the rows as they are.
+        edges: array or tensor [2, E] or [E, 2], scipy sparse adjacency, networkx graph, or pandas
+        frame with source and target; ids may be text. x: [N, F] array, tensor, scipy matrix or
+        frame; y: a class per node. Frames are joined by their id column or index. Without x,
+        features are made from the graph.
+
+        Options: num_nodes, masks {"train", "val", "test"}, name, normalize (data.normalize of the
+        config), features (degree, hash or laplacian) and width where x is None.
         """
-        where = f"the PyG data {name!r}"
+        from cimage_dist.data.memory import graph_of
+
+        return graph_of(edges, x, y, **options)
+
+    @staticmethod
+    def from_data(data: Data, name: str = "data", normalize: str = "unit", **options: Any) -> Graph:
+        """`from_edges` of a PyG `Data`, with its labels and masks."""
         if data.edge_index is None:
-            raise UserError(f"{where} has no edge_index; give a [2, E] tensor of node ids.")
-        num_nodes = int(data.num_nodes or 0)
-        if num_nodes == 0 or data.edge_index.shape[1] == 0:
             raise UserError(
-                f"{where}: the graph is empty ({num_nodes:,} nodes, "
-                f"{data.edge_index.shape[1]:,} edges)."
+                f"the PyG data {name!r} has no edge_index; give a [2, E] tensor of node ids."
             )
-        if data.x is None:
-            raise UserError(
-                f"{where} has no features. Set data.x to a [{num_nodes}, F] tensor, "
-                "or ingest the graph from files with data.features=degree, hash or laplacian."
-            )
-        src, dst = data.edge_index.cpu().numpy()
-        indptr, indices, statistics = csc_in_memory(num_nodes, src, dst, f"edge_index of {where}")
-        if indices.size == 0:
-            raise UserError(f"{where}: all {len(src):,} edges are self-loops, so no edge is left.")
-        given = (data.x.to_dense() if data.x.layout != torch.strided else data.x).detach().cpu()
-        if given.ndim != 2:
-            raise UserError(f"{where}: data.x must be [N, F]; got shape {tuple(given.shape)}.")
-        check_rows(len(given), num_nodes, "features", where)
-        x = np.ascontiguousarray(given.to(torch.float32).numpy())
-        check_features(x, x, 0, f"features of {where}")
-        x = normalize_rows(x, normalize)
-        y = (
-            None
-            if data.y is None
-            else clean_labels(data.y.detach().cpu().numpy(), num_nodes, where)
-        )
-        given_masks = {name: getattr(data, f"{name}_mask", None) for name in MASKS}
-        masks = clean_masks(
-            {k: v.cpu().numpy() for k, v in given_masks.items() if v is not None}, num_nodes, where
-        )
-        return Graph(name, indptr, indices, x, y, masks, {"name": name, "statistics": statistics})
+        masks = {key: getattr(data, f"{key}_mask", None) for key in MASKS}
+        options |= {"num_nodes": data.num_nodes, "name": name, "normalize": normalize}
+        return Graph.from_edges(data.edge_index, data.x, data.y, masks=masks, **options)
 
     def to_data(self) -> Data:
         """The same graph as a PyG `Data` (edge_index sorted by target, both directions)."""
@@ -287,6 +274,9 @@ class Graph:
             self.y,
             self.masks,
             self.manifest,
+            None,
+            self.ids,
+            self.edge_weight,
         )
 
     def __repr__(self) -> str:

@@ -149,9 +149,10 @@ def load_rows(folder: Path) -> Rows:
     return z
 
 
-def add_parquet(folder: Path) -> None:
-    """Beside every part a parquet file: `node` (int64) and `z` (fixed-size list of float32). The
-    manifest lists them in the end.
+def add_parquet(folder: Path, names: Any = None) -> None:
+    """Beside every part a parquet file: `node` and `z` (fixed-size list of float32). `node` is the
+    row number (int64), or the user's id of it where `names`, an arrow array, has them. The manifest
+    lists the files in the end.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -167,7 +168,8 @@ def add_parquet(folder: Path) -> None:
                 pa.array(files.part(index).reshape(-1)), files.width
             )
             tmp = folder / f"{artifacts.TMP_PREFIX}{name}"
-            pq.write_table(pa.table({"node": pa.array(ids), "z": z}), tmp)
+            shown = pa.array(ids) if names is None else names.take(pa.array(ids))
+            pq.write_table(pa.table({"node": shown, "z": z}), tmp)
             tmp.replace(folder / name)
             body["files"] |= artifacts.describe_files(folder, [name])
     artifacts.write_json(manifest, body)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config, to_yaml
+from cimage_dist.data.ids import NodeIds
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
@@ -316,16 +317,17 @@ def nodes_digest(nodes: NDArray[np.int64]) -> str:
     return hashlib.blake2b(nodes.tobytes(), digest_size=6).hexdigest()
 
 
-def read_nodes(path: Path, num_nodes: int) -> NDArray[np.int64]:
-    """Node ids from a .npy of integers or a text file with one id on each line, in their order;
-    repeats are allowed.
+def read_nodes(path: Path, num_nodes: int, known: NodeIds | None = None) -> NDArray[np.int64]:
+    """Rows of the nodes in a .npy or a text file with one id on each line, in their order; repeats
+    are allowed. Ids are those the user gave, where the graph has them, else row numbers.
     """
     try:
-        ids = (
-            np.load(path, allow_pickle=False)
-            if path.suffix == ".npy"
-            else np.array([int(line) for line in path.read_text().split()], dtype=np.int64)
-        )
+        if path.suffix == ".npy":
+            ids = np.load(path, allow_pickle=False)
+        elif known is not None:
+            ids = np.array([line for line in path.read_text().splitlines() if line.strip()])
+        else:
+            ids = np.array([int(line) for line in path.read_text().split()], dtype=np.int64)
     except FileNotFoundError:
         raise UserError(
             f"Node file not found: {path}. Give a .npy of integers, or a text file with one "
@@ -336,6 +338,8 @@ def read_nodes(path: Path, num_nodes: int) -> NDArray[np.int64]:
             f"Node file {path} cannot be read: {error}. Give a .npy of integers, or a text file "
             "with one node id on each line."
         ) from None
+    if known is not None and ids.ndim == 1 and ids.size:
+        return known.rows_of(ids, f"Node file {path}")
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(
             f"Node file {path} must hold a list of node ids; got {ids.dtype} of shape {ids.shape}."

@@ -46,17 +46,25 @@ FOREIGN = "an embedding from a file may have seen the held-out edges and brings 
 
 
 def as_graph(graph: Any, data: DataConfig) -> Graph:
-    """A Graph as it is; a torch_geometric Data is converted, its rows scaled as data.normalize
-    says.
+    """A Graph as it is; a torch_geometric Data, networkx graph, scipy adjacency or pandas edge list
+    is converted, its rows scaled or made as data.normalize and data.features say.
     """
     if isinstance(graph, Graph):
         return graph
-    if not hasattr(graph, "edge_index"):
-        raise UserError(
-            "Expected a graph from open_graph or a torch_geometric Data; got "
-            f"{type(graph).__name__}. Try open_graph(name or folder)."
-        )
-    return Graph.from_data(graph, normalize=data.normalize)
+    kind = "degree" if data.features == "given" else data.features
+    options: dict[str, Any] = {
+        "normalize": data.normalize,
+        "features": kind,
+        "width": data.made_features,
+    }
+    if hasattr(graph, "edge_index"):
+        return Graph.from_data(graph, **options)
+    if any(hasattr(graph, name) for name in ("tocoo", "nodes", "iloc")):
+        return Graph.from_edges(graph, **options)
+    raise UserError(
+        "Expected a graph from open_graph or Graph.from_edges, a torch_geometric Data, a networkx "
+        f"graph or a scipy adjacency; got {type(graph).__name__}. Try open_graph(name or folder)."
+    )
 
 
 def evaluate(

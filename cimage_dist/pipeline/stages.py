@@ -332,7 +332,7 @@ def embed(
     graph = graph or open_graph(cfg.data)
     run = RunDir(run_dir(cfg))
     model, saved = load_model(cfg, graph)
-    chosen = None if nodes is None else embedding.read_nodes(nodes, graph.num_nodes)
+    chosen = None if nodes is None else embedding.read_nodes(nodes, graph.num_nodes, graph.ids)
     folder = (
         run.embeddings if chosen is None else run.node_embeddings / embedding.nodes_digest(chosen)
     )
@@ -354,7 +354,9 @@ def embed(
             cfg, model, saved.step, graph, folder, execute, note, tick, chosen, part_rows
         )
     if parquet:
-        add_parquet(folder)
+        add_parquet(folder, None if graph.ids is None else graph.ids.values)
+    elif graph.ids is not None:
+        note("nodes have ids of their own: --parquet writes them beside the rows")
     return folder
 
 

@@ -18,6 +18,7 @@ from cimage_dist import keyed
 from cimage_dist.ci.diagnostics import conditional_hsic
 from cimage_dist.ci.hsic import block_statistics
 from cimage_dist.config import Config
+from cimage_dist.data.ids import NodeIds
 from cimage_dist.data.store import Graph
 from cimage_dist.eval.controls import smooth_features
 from cimage_dist.eval.probe import linear_probe
@@ -111,9 +112,10 @@ def map_chart(
     y: Tensor | None,
     known: Tensor | None,
     seed: int,
+    ids: NodeIds | None = None,
 ) -> Chart:
     """Two-dimensional maps of some rows of the embedding; z [n, D], gids [n], degree and clusters
-    of the same rows, the others of all nodes.
+    of the same rows, the others of all nodes. Nodes are called by their `ids` where there are some.
     """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
@@ -124,9 +126,10 @@ def map_chart(
     if len(rows) > 60:
         views["t-SNE"] = TSNE(init="pca", random_state=seed, perplexity=30).fit_transform(flat)
     colours = {"cluster": classes(clusters.tolist())}
+    names = gids.tolist() if ids is None else ids.values.take(gids.numpy()).to_pylist()
     texts = [
         f"node {g}\ndegree {d}\ncluster {c}"
-        for g, d, c in zip(gids.tolist(), degree.tolist(), clusters.tolist(), strict=True)
+        for g, d, c in zip(names, degree.tolist(), clusters.tolist(), strict=True)
     ]
     if y is not None and known is not None:
         seen = torch.where(known[gids], y[gids], -1).tolist()

@@ -337,6 +337,7 @@ def _embedding_charts(
             y,
             known,
             cfg.run.seed,
+            graph.ids,
         )
     ]
     if (

@@ -249,7 +249,7 @@ DATA: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
         "rows that do not match",
         {"features": np.zeros((90, 5))},
         [],
-        ["mine", "120 rows", "90 nodes", "one row per node"],
+        ["mine", "120 rows", "features.npy has 90", "one row per node"],
     ),
     ("empty graph", {"edges": np.zeros((0, 2), dtype=int)}, [], ["mine", "empty"]),
     ("no features", {"features": None}, [], ["no node features", "data.features=degree"]),

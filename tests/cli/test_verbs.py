@@ -64,6 +64,8 @@ def test_ingest_builds_once(cli: Cli, tmp_path: Path) -> None:
         and "8 features" in first
         and "2 classes" in first
     )
+    for text in ("self-loops and", "components, the largest", "degrees: least", "labels: 0 "):
+        assert text in first
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.npy")}
     assert ok(cli, "ingest", *SBM).startswith("already there: data/sbm-")
     facts = as_json(cli, "ingest", *SBM)

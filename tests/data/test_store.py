@@ -206,14 +206,13 @@ def test_from_data_round_trip() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("x", None, "no features"),
         ("x", torch.full((6, 4), float("nan")), "NaN"),
-        ("x", torch.zeros(5, 4), "5 rows"),
+        ("x", torch.ones(5, 4), "x has 5, y has 6, edges has 6 rows"),
         ("edge_index", torch.tensor([[0], [6]]), "outside 0..5"),
         ("edge_index", torch.zeros(2, 0, dtype=torch.long), "empty"),
         ("edge_index", torch.tensor([[0, 1], [0, 1]]), "self-loops"),
         ("y", torch.zeros(6, 3), "one class per node"),
-        ("y", torch.zeros(5, dtype=torch.long), "5 rows"),
+        ("y", torch.zeros(5, dtype=torch.long), "y has 5"),
     ],
 )
 def test_from_data_checks_like_any_source(field: str, value: object, words: str) -> None:

@@ -49,6 +49,16 @@ def read_member(archive: Any, key: str, path: Path) -> Array:
         return np.asarray(archive[key])
 
 
+def load_sparse(path: Path) -> Any:
+    """A scipy sparse matrix in csr form, its indices checked."""
+    from scipy.sparse import load_npz
+
+    with readable(path):
+        matrix = load_npz(path).tocsr()
+        matrix.check_format(full_check=True)
+    return matrix
+
+
 def _header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     version = np.lib.format.read_magic(file)
     read = (

@@ -89,17 +89,20 @@ def _fetch(dataset: _Dataset) -> Callable[[str, Path], None]:
 def _column(path: Path) -> Array:
     """A csv without header, first column."""
     return np.concatenate(
-        [frame.iloc[:, 0].to_numpy() for frame in tables.text_frames(path, False, CHUNK_EDGES, [0])]
+        [
+            frame.iloc[:, 0].to_numpy()
+            for frame in tables.text_frames(path, CHUNK_EDGES, usecols=[0])
+        ]
     )
 
 
 def _csv_edges(path: Path) -> Iterator[tuple[Array, Array]]:
-    for frame in tables.text_frames(path, False, CHUNK_EDGES):
+    for frame in tables.text_frames(path, CHUNK_EDGES):
         yield frame.iloc[:, 0].to_numpy(), frame.iloc[:, 1].to_numpy()
 
 
 def _csv_features(path: Path) -> Iterator[Array]:
-    for frame in tables.text_frames(path, False, CHUNK_VALUES // 128, dtype=np.float32):
+    for frame in tables.text_frames(path, CHUNK_VALUES // 128, dtype=np.float32):
         yield frame.to_numpy()
 
 

@@ -1,33 +1,40 @@
-"""Your own graph: a folder with edges.* and optionally features.*, labels.*, splits.* files.
+"""Your own graph: a folder with edges.* and optionally features.*, labels.*, splits.*, ids.* files.
 
-edges     csv, tsv, txt (two columns), parquet, npy ([E, 2] or [2, E]), npz (edge_index, or a scipy
-sparse adjacency) features  npy, npz (`x`, or a scipy sparse matrix), parquet, csv, tsv, txt; row i
-is node i labels    npy, csv, tsv, txt, parquet; a class per node, or two columns (node id, class);
-names are numbered in sorted order splits    npz or json with train / val / test (masks or node
-ids), or csv with one of these words per node
+edges      csv, tsv, txt, parquet: two columns, or more with names (source and target, src and dst,
+           u and v, or data.columns); npy [E, 2] or [2, E]; npz: edge_index, or a scipy sparse
+           adjacency
+features   npy, npz (`x`, or a scipy sparse matrix), parquet, csv, tsv, txt
+labels     npy, npz (`y`), csv, tsv, txt, parquet; names are numbered in sorted order
+splits     npz or json with train / val / test (masks or node ids), or a table with these words
+ids        csv, tsv, txt, parquet, npy: the id of each row of tables that have none
+
+Node ids are integers of 64 bits or text. Tables with an id column are joined by it. Where features
+(or else labels) have no ids and there is no ids file, the id of a node is the number of its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from cimage_dist.config import DataConfig
 from cimage_dist.data.checks import Array, check_ids
+from cimage_dist.data.ids import NodeIds
 from cimage_dist.data.sources import npz, tables
-from cimage_dist.data.sources.raw import RawGraph, Source, edge_chunks, row_chunks
+from cimage_dist.data.sources.edges import open_edges
+from cimage_dist.data.sources.join import in_node_order, join
+from cimage_dist.data.sources.raw import RawGraph, Source
+from cimage_dist.data.sources.rows import read_features, read_ids_file, read_values
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 
-_TEXT = ("csv", "tsv", "txt")
 KINDS = {
-    "edges": (*_TEXT, "parquet", "npy", "npz"),
-    "features": ("npy", "npz", "parquet", *_TEXT),
-    "labels": ("npy", *_TEXT, "parquet"),
-    "splits": ("npz", "json", *_TEXT, "parquet"),
+    "edges": (*tables.TEXT, "parquet", "npy", "npz"),
+    "features": ("npy", "npz", "parquet", *tables.TEXT),
+    "labels": ("npy", "npz", *tables.TEXT, "parquet"),
+    "splits": ("npz", "json", *tables.TEXT, "parquet"),
+    "ids": (*tables.TEXT, "parquet", "npy"),
 }
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
@@ -68,89 +75,15 @@ def find_files(path: Path) -> dict[str, Path]:
     return found
 
 
-def _edges(path: Path) -> Iterator[tuple[Array, Array]]:
-    kind = tables.kind_of(path)
-    if kind in _TEXT:
-        return tables.text_edges(path)
-    if kind == "parquet":
-        return tables.parquet_edges(path)
-    if kind == "npy":
-        pairs = tables.load_npy(path)
-    else:
-        with npz.open_npz(path) as archive:
-            if "indptr" in archive.files:
-                adjacency = _sparse(path).tocoo()
-                return edge_chunks(adjacency.row, adjacency.col)
-            pairs = npz.read_member(
-                archive, "edge_index" if "edge_index" in archive.files else "edges", path
-            )
-    if pairs.ndim != 2 or 2 not in pairs.shape:
-        raise UserError(
-            f"{path}: edges must be an array [E, 2] or [2, E]; it has shape {pairs.shape}."
-        )
-    src, dst = (pairs[:, 0], pairs[:, 1]) if pairs.shape[1] == 2 else (pairs[0], pairs[1])
-    return edge_chunks(src, dst)
+def revision_of(path: Path) -> int:
+    """Tables are read otherwise than by earlier versions (ids, headers); arrays are not."""
+    kinds = {tables.kind_of(file) for file in find_files(path).values()}
+    return 1 if kinds & {*tables.TEXT, "parquet"} else 0
 
 
-def _sparse(path: Path) -> Any:
-    """A scipy sparse matrix in csr form, its indices checked."""
-    from scipy.sparse import load_npz
-
-    with npz.readable(path):
-        matrix = load_npz(path).tocsr()
-        matrix.check_format(full_check=True)
-    return matrix
-
-
-def _features(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
-    """(rows, chunks) of the feature table."""
-    kind = tables.kind_of(path)
-    if kind == "npy":
-        return tables.npy_matrix(path)
-    if kind == "parquet":
-        return tables.parquet_matrix(path)
-    if kind in _TEXT:
-        return tables.text_matrix(path)
-    with npz.open_npz(path) as archive:
-        members = archive.files
-    if "format" in members and "shape" in members:
-        matrix = _sparse(path)
-        return matrix.shape[0], lambda: row_chunks(matrix)
-    key = "x" if "x" in members else "features"
-    shape = npz.member_shape(path, key)
-    return (shape[0] if shape else 0), lambda: npz.stream_rows(path, key)
-
-
-def _by_node(path: Path, num_nodes: int, missing: Any) -> Array:
-    """Values in node order; nodes that a two-column table leaves out get `missing`."""
-    ids, values = tables.read_node_values(path)
-    if ids is None:
-        return values
-    nodes, _ = check_ids(ids, ids, num_nodes, f"node ids of {path}")
-    if len(np.unique(nodes)) != len(nodes):
-        raise UserError(
-            f"{path}: {len(nodes) - len(np.unique(nodes)):,} nodes occur more than once."
-        )
-    out = np.full(
-        num_nodes, missing, dtype=object if values.dtype.kind not in "iuf" else np.float64
-    )
-    out[nodes] = values
-    return out
-
-
-def _labels(path: Path, num_nodes: int) -> tuple[Array, list[str] | None]:
-    """Labels, and the class names when they were words."""
-    import pandas as pd
-
-    values = _by_node(path, num_nodes, np.nan)
-    if values.dtype.kind in "iufb" or values.ndim != 1:
-        return values, None
-    words = pd.Series(values, dtype=object)
-    codes, names = pd.factorize(words.where(words.isna(), words.astype(str)), sort=True)
-    return codes.astype(np.int64), [str(name) for name in names]
-
-
-def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
+def _splits(
+    path: Path, data: DataConfig, num_nodes: int, nodes: NodeIds | None, is_ordered: bool
+) -> dict[str, Array]:
     kind = tables.kind_of(path)
     if kind == "npz":
         with npz.open_npz(path) as archive:
@@ -165,14 +98,16 @@ def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
     else:
         import pandas as pd
 
+        rows = read_values(path, "splits", data, num_nodes, nodes)
         words = (
-            pd.Series(_by_node(path, num_nodes, None), dtype=object)
+            pd.Series(in_node_order(rows, num_nodes, nodes, is_ordered, None), dtype=object)
             .fillna("")
             .astype(str)
             .str.strip()
             .str.lower()
         )
         given = {word: (words == word).to_numpy(dtype=bool) for word in words.unique() if word}
+        is_ordered = True
     unknown = sorted(set(given) - set(_SPLIT_WORDS))
     if unknown or not given:
         raise UserError(
@@ -180,65 +115,59 @@ def _splits(path: Path, num_nodes: int) -> dict[str, Array]:
             f"{', '.join(map(repr, unknown)) or 'none'}."
         )
     return {
-        _SPLIT_WORDS[name]: _as_mask(values, num_nodes, f"{name} split of {path}")
+        _SPLIT_WORDS[name]: _as_mask(
+            values, num_nodes, nodes, is_ordered, f"{name} split of {path}"
+        )
         for name, values in given.items()
     }
 
 
-def _as_mask(values: Array, num_nodes: int, where: str) -> Array:
-    """Booleans are a mask, integers are node ids."""
+def _as_mask(
+    values: Array, num_nodes: int, nodes: NodeIds | None, is_ordered: bool, where: str
+) -> Array:
+    """Booleans are a mask, others are node ids."""
     if values.dtype.kind == "b":
+        if not is_ordered:
+            raise UserError(
+                f"{where}: a mask is in node order, but the nodes of this graph have ids. List the "
+                "ids instead."
+            )
         return values
     mask = np.zeros(num_nodes, dtype=bool)
-    if values.size:
+    if values.size and nodes is not None:
+        mask[nodes.rows_of(values.ravel(), where)] = True
+    elif values.size:
         ids, _ = check_ids(values.ravel(), values.ravel(), num_nodes, where)
         mask[ids] = True
     return mask
 
 
 def load(data: DataConfig) -> RawGraph:
-    """The number of nodes is the number of feature rows, else of labels, else the highest id in the
-    edges + 1.
-    """
+    """The graph in the folder data.path."""
     assert data.path is not None
     files = find_files(Path(data.path))
-    features: Callable[[], Iterator[Array]] | None = None
-    num_nodes: int | None = None
-    if "features" in files:
-        num_nodes, features = _features(files["features"])
-    elif "labels" in files:
-        ids, values = tables.read_node_values(files["labels"])
-        num_nodes = len(values) if ids is None else None
-    if num_nodes is None:
-        num_nodes = 1 + max(
-            (int(max(src.max(), dst.max())) for src, dst in _checked(files["edges"]) if len(src)),
-            default=-1,
-        )
-    notes: dict[str, Any] = {}
-    labels = None
-    if "labels" in files:
-        labels, names = _labels(files["labels"], num_nodes)
-        if names is not None:
-            notes["class_names"] = names
-    masks = _splits(files["splits"], num_nodes) if "splits" in files else {}
-    return RawGraph(
-        num_nodes=num_nodes,
-        edges=lambda: _edges(files["edges"]),
-        features=features,
-        labels=labels,
-        masks=masks,
-        files=list(files.values()),
-        notes=notes,
-        feature_hint=f"no features.* file beside {files['edges'].name}",
+    features = read_features(files["features"], data) if "features" in files else None
+    count, given, nodes = None if features is None else features.count, None, None
+    if "ids" in files:
+        nodes = given = NodeIds(read_ids_file(files["ids"], data, count), str(files["ids"]))
+    elif features is not None and features.ids is not None:
+        nodes = NodeIds(features.ids, str(features.path))
+    count = count if given is None else len(given)
+    edges = open_edges(files["edges"], data, nodes)
+    count = edges.num_nodes if count is None else count
+    labels = (
+        read_values(files["labels"], "labels", data, count, nodes) if "labels" in files else None
     )
 
+    def masks(num_nodes: int, nodes: NodeIds | None, is_ordered: bool) -> dict[str, Array]:
+        if "splits" not in files:
+            return {}
+        return _splits(files["splits"], data, num_nodes, nodes, is_ordered)
 
-def _checked(path: Path) -> Iterator[tuple[Array, Array]]:
-    """Edges of a graph whose size is not known yet: ids must be integers and not negative."""
-    seen = 0
-    for src, dst in _edges(path):
-        yield check_ids(src, dst, 2**62, f"edges in {path}", seen)
-        seen += len(src)
+    raw = join(edges, features, labels, given, masks)
+    raw.files = list(files.values())
+    raw.feature_hint = f"no features.* file beside {files['edges'].name}"
+    return raw
 
 
 SOURCE = Source(load)

@@ -13,6 +13,7 @@ import numpy as np
 
 from cimage_dist.config import DataConfig
 from cimage_dist.data.checks import Array
+from cimage_dist.data.ids import NodeIds
 from cimage_dist.errors import UserError
 
 ROOT_VARIABLE = "CIMAGE_DATA_ROOT"
@@ -40,6 +41,10 @@ class RawGraph:
     """Facts about the data for the manifest, e.g. which columns are planted."""
     feature_hint: str = "this source has none"
     """Why there are no features, for the error message."""
+    ids: NodeIds | None = None
+    """What the user calls the nodes; None: by their row numbers."""
+    weighted_edges: Callable[[], Iterator[tuple[Array, ...]]] | None = None
+    """The edges once more with a weight each, where weights are to be kept."""
 
 
 @dataclass(frozen=True)

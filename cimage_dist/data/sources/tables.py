@@ -1,22 +1,33 @@
-"""Text, parquet and npy tables read in chunks."""
+"""Text, parquet and npy tables read in chunks, their columns by name."""
 
 from __future__ import annotations
 
+import csv
 import gzip
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cimage_dist.data.checks import Array
+from cimage_dist.data.sources import headers
 from cimage_dist.data.sources.npz import readable
-from cimage_dist.data.sources.raw import CHUNK_EDGES, CHUNK_VALUES, row_chunks
+from cimage_dist.data.sources.raw import row_chunks
 from cimage_dist.errors import UserError
 
-_ENDS = (("src", "dst"), ("source", "target"), ("from", "to"), ("u", "v"), ("row", "col"))
-_NODE_COLUMNS = {"node", "id", "node_id", "label", "labels", "y", "class", "split", "splits"}
+TEXT = ("csv", "tsv", "txt")
+ENDS = (("source", "target"), ("src", "dst"), ("u", "v"), ("from", "to"), ("row", "col"))
+INDEX = "__index_level_0__"  # how pandas writes an index without a name into parquet
+ID_NAMES = ("id", "node_id", "node", "nodeid", INDEX)
+LABEL_NAMES = ("label", "labels", "y", "class", "split", "splits")
+_SAMPLE = 100  # lines looked at before a table is read
+_SEPARATORS = {"csv": ",", "tsv": "\t"}
+# Cells that mean "no value" in a column of numbers or classes; an id may be any word.
+_MISSING = ["", "NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "null", "NULL", "None"]
 
 
 def kind_of(path: Path) -> str:
@@ -41,92 +52,157 @@ def readable_table(path: Path) -> Iterator[None]:
             ) from None
 
 
-def _first_lines(path: Path, count: int = 1, comments: bool = False) -> list[list[str]]:
-    """The first lines, split into cells; with `comments`, lines that start with # do not count."""
-    opener: Callable[..., Any] = gzip.open if path.name.endswith(".gz") else open
-    separator = {"csv": ",", "tsv": "\t"}.get(kind_of(path))
-    lines: list[list[str]] = []
-    with readable(path), opener(path, "rt") as file:
-        for line in file:
-            if not (comments and line.startswith("#")):
-                lines.append(
-                    [cell.strip().strip('"') for cell in line.rstrip("\r\n").split(separator)]
-                )
-            if len(lines) == count:
-                break
-    return lines
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def text_frames(
-    path: Path, header: bool, rows: int, columns: list[int] | None = None, **options: Any
-) -> Iterator[Any]:
-    """pandas frames of at most `rows` rows."""
+def text_frames(path: Path, rows: int, **options: Any) -> Iterator[Any]:
+    """pandas frames of at most `rows` rows, the columns by number; the first line is data."""
     import pandas as pd
 
-    separator = {"csv": ",", "tsv": "\t"}.get(kind_of(path), r"\s+")
+    separator = _SEPARATORS.get(kind_of(path), r"\s+")
     with (
         readable_table(path),
         pd.read_csv(
-            path,
-            sep=separator,
-            header=0 if header else None,
-            chunksize=rows,
-            usecols=columns,
-            low_memory=False,
-            **options,
+            path, sep=separator, header=None, chunksize=rows, low_memory=False, **options
         ) as reader,
     ):
         yield from reader
 
 
-def _edge_columns(names: Sequence[str], path: Path) -> tuple[int, int]:
-    """Positions of the two ends: by usual names, else the first two columns."""
-    if len(names) < 2:
-        raise UserError(
-            f"{path}: an edge needs two columns (source and target node id); found {len(names)}."
-        )
-    lower = [str(name).lower() for name in names]
-    for a, b in _ENDS:
-        if a in lower and b in lower:
-            return lower.index(a), lower.index(b)
-    return 0, 1
-
-
-def text_edges(path: Path) -> Iterator[tuple[Array, Array]]:
-    """csv, tsv or blank-separated txt; a header is recognised, `#` starts a comment, further
-    columns are ignored.
+@dataclass(frozen=True)
+class Table:
+    """A text or parquet table. `names` has "" for a column without a name, None: there is no
+    header. `skip` lines come before the data.
     """
-    lines = _first_lines(path, comments=True)
+
+    path: Path
+    width: int
+    names: tuple[str, ...] | None
+    lines: list[list[str]]
+    skip: int = 0
+
+    def find(self, wanted: Sequence[str]) -> int | None:
+        """The position of the first of these names, whatever their case."""
+        lower = [name.lower() for name in self.names or ()]
+        return next((lower.index(name) for name in wanted if name in lower), None)
+
+    def named(self, column: str) -> int | None:
+        """The position of a column by the name or the number (from 0) that data.columns gives."""
+        if self.names and column in self.names:
+            return self.names.index(column)
+        return int(column) if column.isdigit() and int(column) < self.width else None
+
+    def index(self) -> int | None:
+        """The unnamed first column pandas writes for its index."""
+        return 0 if self.names and self.width > 1 and self.names[0] == "" else None
+
+    def describe(self) -> str:
+        shown = headers.show([list(self.names)] if self.names else self.lines)
+        return f"{'Columns' if self.names else 'First lines'}: {shown}"
+
+    def label_of(self, column: int) -> str:
+        return (self.names[column] if self.names else "") or f"column {column}"
+
+    def chunks(
+        self, columns: Sequence[int], rows: int, ids: Collection[int] = (), blank: bool = False
+    ) -> Iterator[list[Any]]:
+        """These columns, at most `rows` rows at a time: pandas series or arrow arrays. Columns of
+        `ids` keep their text as it is. `blank`: an empty line of a text table is a row.
+        """
+        if kind_of(self.path) == "parquet":
+            import pyarrow.parquet as pq
+
+            assert self.names is not None
+            wanted = [self.names[column] for column in columns]
+            with readable_table(self.path), pq.ParquetFile(self.path) as file:
+                for batch in file.iter_batches(rows, columns=wanted):
+                    yield [batch.column(name) for name in wanted]
+            return
+        frames = text_frames(
+            self.path,
+            rows,
+            skiprows=self.skip,
+            # Where all columns are read, a line that is longer than the others is an error.
+            usecols=None if len(columns) == self.width else sorted(columns),
+            dtype=dict.fromkeys(ids, str),
+            keep_default_na=False,
+            na_values={c: [""] if c in ids else _MISSING for c in columns},
+            skip_blank_lines=not blank,
+            skipinitialspace=True,
+            encoding="utf-8-sig",
+            comment=None if ids or blank else "#",
+        )
+        for frame in frames:
+            yield [frame[column] for column in columns]
+
+    def num_rows(self, blank: bool = False) -> int:
+        if kind_of(self.path) == "parquet":
+            import pyarrow.parquet as pq
+
+            with readable_table(self.path), pq.ParquetFile(self.path) as file:
+                return int(file.metadata.num_rows)
+        return sum(len(part[0]) for part in self.chunks([0], 1 << 20, [0], blank))
+
+
+def open_table(
+    path: Path,
+    role: str,
+    header: Mapping[str, str],
+    known: Collection[str] = (),
+    decide: Callable[[Table], bool | None] = lambda table: None,
+) -> Table:
+    """A table with its header told from its data: by data.header, else by the first lines, else by
+    `decide`, which sees the table without a header and may leave it open too.
+    """
+    if kind_of(path) == "parquet":
+        import pyarrow.parquet as pq
+
+        with readable_table(path), pq.ParquetFile(path) as file:
+            names = tuple(file.schema_arrow.names)
+        return Table(path, len(names), names, [])
+    skip, lines = _first_lines(path)
     if not lines:
-        return
-    header = not all(map(_is_number, lines[0][:2]))
-    a, b = _edge_columns(lines[0] if header else [""] * len(lines[0]), path)
-    # With two columns all are read, so that a longer line is an error and not cut short.
-    columns = [a, b] if len(lines[0]) > 2 else None
-    first, second = (0, 1) if a < b else (1, 0)
-    for frame in text_frames(path, header, CHUNK_EDGES, columns, comment="#"):
-        yield frame.iloc[:, first].to_numpy(), frame.iloc[:, second].to_numpy()
-
-
-def parquet_edges(path: Path) -> Iterator[tuple[Array, Array]]:
-    import pyarrow.parquet as pq
-
-    with readable_table(path), pq.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        a, b = _edge_columns(names, path)
-        for batch in file.iter_batches(CHUNK_EDGES, columns=[names[a], names[b]]):
-            yield (
-                batch.column(names[a]).to_numpy(zero_copy_only=False),
-                batch.column(names[b]).to_numpy(zero_copy_only=False),
+        raise UserError(f"{path} is empty.")
+    width = len(lines[0])
+    for number, line in enumerate(lines):
+        if len(line) != width:
+            raise UserError(
+                f"{path} cannot be read as {kind_of(path)}: line {skip + number + 1} has "
+                f"{len(line)} cells, line {skip + 1} has {width}. Repair or replace it."
             )
+    plain = Table(path, width, None, lines, skip)
+    if role in header:
+        is_named: bool | None = header[role] == "present"
+    else:
+        is_named = headers.has_header(lines, known)
+        is_named = decide(plain) if is_named is None else is_named
+    if is_named is None:
+        raise headers.doubt(path, lines, role)
+    return Table(path, width, tuple(lines[0]), lines, skip + 1) if is_named else plain
+
+
+def _first_lines(path: Path) -> tuple[int, list[list[str]]]:
+    """(comment lines before the table, its first lines as cells)."""
+    opener: Callable[..., Any] = gzip.open if path.name.endswith(".gz") else open
+    separator = _SEPARATORS.get(kind_of(path))
+    with readable(path), opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+        raw = [line.rstrip("\r\n") for line in islice(file, _SAMPLE)]
+    is_wide = any(len(line.split(separator)) > 1 for line in raw if not line.startswith("#"))
+    # In a table of one column an empty line is a row: a node without a label.
+    skip = 0
+    while skip < len(raw) and (raw[skip].startswith("#") or (is_wide and not raw[skip].strip())):
+        skip += 1
+    body = [line for line in raw[skip:] if line.strip() or not is_wide]
+    if separator is None:
+        return skip, [line.split() or [""] for line in body]
+    cut = [[cell.strip() for cell in line] for line in csv.reader(body, delimiter=separator)]
+    lines = [line or [""] for line in cut]
+    comments = [line for line in csv.reader(raw[:skip], delimiter=separator) if line]
+    tags = [line for line in comments if lines and len(line) == len(lines[0]) > 1]
+    if tags and not tags[-1][0][1:2].isspace():
+        raise UserError(
+            f"{path}: line {skip} ({separator.join(tags[-1])}) begins with # and may be a comment, "
+            "the names of the columns or data. Remove the #, or put a blank after it to make it a "
+            "comment; ids that begin with # must not come first."
+        )
+    return skip, lines
 
 
 def load_npy(path: Path) -> Array:
@@ -136,41 +212,6 @@ def load_npy(path: Path) -> Array:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError:
             return np.load(path, allow_pickle=False)
-
-
-def text_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
-    """(rows, chunks) of a table of numbers, counted in a first pass."""
-    lines = _first_lines(path)
-    if not lines:
-        raise UserError(f"{path} is empty.")
-    header = not all(map(_is_number, filter(None, lines[0])))
-    step = max(1, CHUNK_VALUES // max(1, len(lines[0])))
-    rows = sum(len(frame) for frame in text_frames(path, header, step, [0]))
-
-    def chunks() -> Iterator[Array]:
-        for frame in text_frames(path, header, step):
-            yield _numbers(frame.to_numpy(), path)
-
-    return rows, chunks
-
-
-def parquet_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
-    import pyarrow.parquet as pq
-
-    with readable_table(path), pq.ParquetFile(path) as file:
-        rows, names = file.metadata.num_rows, file.schema_arrow.names
-
-    def chunks() -> Iterator[Array]:
-        with readable_table(path), pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(max(1, CHUNK_VALUES // max(1, len(names)))):
-                yield _numbers(
-                    np.stack(
-                        [column.to_numpy(zero_copy_only=False) for column in batch.columns], axis=1
-                    ),
-                    path,
-                )
-
-    return rows, chunks
 
 
 def npy_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
@@ -183,39 +224,26 @@ def npy_matrix(path: Path) -> tuple[int, Callable[[], Iterator[Array]]]:
     return len(matrix), lambda: row_chunks(matrix)
 
 
-def _numbers(rows: Array, path: Path) -> Array:
-    if rows.dtype.kind == "O":
-        try:
-            return rows.astype(np.float64)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}: features must be numbers ({error}).") from None
-    return rows
-
-
-def read_node_values(path: Path) -> tuple[Array | None, Array]:
-    """(node ids or None, values) of a labels or splits table: one column in node order, or two
-    columns (node id, value).
+def numbers(columns: Sequence[Any], table: Table, positions: Sequence[int]) -> Array:
+    """Columns of a chunk side by side [rows, columns]; other things than numbers are an error that
+    names them.
     """
-    import pandas as pd
-
-    if kind_of(path) == "npy":
-        return None, np.asarray(load_npy(path))
-    if kind_of(path) == "parquet":
-        with readable_table(path):
-            frame = pd.read_parquet(path)
-    else:
-        lines = _first_lines(path, 2)
-        if not lines:
-            raise UserError(f"{path} is empty.")
-        named = lines[0][0].lower() in _NODE_COLUMNS
-        header = named or (
-            len(lines) > 1 and not _is_number(lines[0][-1]) and _is_number(lines[1][-1])
+    out = []
+    for values, position in zip(columns, positions, strict=True):
+        column = (
+            values.to_numpy(zero_copy_only=False)
+            if hasattr(values, "null_count")
+            else values.to_numpy()
         )
-        frame = pd.concat(text_frames(path, header, CHUNK_EDGES, skip_blank_lines=False))
-    if frame.shape[1] not in (1, 2):
-        raise UserError(
-            f"{path} must have one column (a value per node, in node order) or two (node id, "
-            f"value); it has {frame.shape[1]}."
-        )
-    values = frame.iloc[:, -1].to_numpy()
-    return (None if frame.shape[1] == 1 else frame.iloc[:, 0].to_numpy()), values
+        if column.dtype.kind not in "iufb":
+            try:
+                column = column.astype(np.float64)
+            except (ValueError, TypeError) as error:
+                raise UserError(
+                    f"{table.path}: features must be numbers, but {table.label_of(position)!r} has "
+                    f"others ({error}). Remove the column, or make numbers of it; node ids are "
+                    f"found by the name {' or '.join(ID_NAMES[:2])}, or say data.columns.id="
+                    f"{table.label_of(position).removeprefix('column ')}."
+                ) from None
+        out.append(column)
+    return np.stack(out, axis=1)

@@ -1,0 +1,192 @@
+"""The edge list of an own graph in any of its formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cimage_dist.config import DataConfig
+from cimage_dist.data.checks import Array
+from cimage_dist.data.ids import NodeIds, read_ids
+from cimage_dist.data.sources import headers, npz, tables
+from cimage_dist.data.sources.raw import CHUNK_EDGES, edge_chunks
+from cimage_dist.errors import UserError
+
+_WEIGHTS = ("weight", "weights", "w")
+
+
+@dataclass
+class EdgeFile:
+    """`chunks(as_text)` gives sources, targets and, where kept, weights; ids keep their text when
+    asked. `num_nodes` is known from an adjacency matrix alone.
+    """
+
+    path: Path
+    chunks: Callable[[bool], Iterator[list[Any]]]
+    has_weights: bool = False
+    num_nodes: int | None = None
+    ignored: list[str] = field(default_factory=list)
+
+    @property
+    def drops_weights(self) -> bool:
+        return any(name.lower() in _WEIGHTS for name in self.ignored)
+
+
+def open_edges(path: Path, data: DataConfig, nodes: NodeIds | None) -> EdgeFile:
+    kind = tables.kind_of(path)
+    if kind in (*tables.TEXT, "parquet"):
+        return _table(path, data, nodes)
+    keep = "weight" in data.columns
+    if kind == "npy":
+        pairs = tables.load_npy(path)
+    else:
+        with npz.open_npz(path) as archive:
+            if "format" in archive.files:
+                return _adjacency(path, keep)
+            key = "edge_index" if "edge_index" in archive.files else "edges"
+            pairs = npz.read_member(archive, key, path)
+    if keep:
+        raise UserError(
+            f"{path}: data.columns.weight is set, but an array of edges has no weights. Give a "
+            "table, or a scipy sparse adjacency."
+        )
+    if pairs.ndim != 2 or 2 not in pairs.shape:
+        raise UserError(
+            f"{path}: edges must be an array [E, 2] or [2, E]; it has shape {pairs.shape}."
+        )
+    src, dst = (pairs[:, 0], pairs[:, 1]) if pairs.shape[1] == 2 else (pairs[0], pairs[1])
+    return EdgeFile(path, lambda _: (list(pair) for pair in edge_chunks(src, dst)))
+
+
+def _adjacency(path: Path, keep: bool) -> EdgeFile:
+    matrix = npz.load_sparse(path)
+    if matrix.shape[0] != matrix.shape[1]:
+        raise UserError(
+            f"{path}: an adjacency matrix has as many rows as columns; this one is "
+            f"{matrix.shape[0]:,} x {matrix.shape[1]:,}. For other graphs give an edge list."
+        )
+    entries = matrix.tocoo()
+    present = entries.data != 0
+    columns = [entries.row[present], entries.col[present], *([entries.data[present]] * keep)]
+
+    def chunks(_: bool) -> Iterator[list[Any]]:
+        for start in range(0, len(columns[0]), CHUNK_EDGES):
+            yield [column[start : start + CHUNK_EDGES] for column in columns]
+
+    is_weighted = bool((columns[0].size and entries.data[present] != 1).any()) and not keep
+    ignored = ["weight"] if is_weighted else []
+    return EdgeFile(path, chunks, keep, matrix.shape[0], ignored)
+
+
+def _table(path: Path, data: DataConfig, nodes: NodeIds | None) -> EdgeFile:
+    asked = [data.columns[key] for key in ("source", "target", "weight") if key in data.columns]
+    known = {name for pair in tables.ENDS for name in pair} | set(_WEIGHTS)
+    table = tables.open_table(
+        path,
+        "edges",
+        data.header,
+        known | {name.lower() for name in asked if not name.isdigit()},
+        lambda plain: _decide(plain, data, nodes),
+    )
+    ends = _ends(table, data)
+    used = [*ends, *(_named(table, data, key) for key in ("weight",) if key in data.columns)]
+
+    def chunks(as_text: bool) -> Iterator[list[Any]]:
+        yield from table.chunks(used, CHUNK_EDGES, ids=ends if as_text else ())
+
+    ignored = [
+        table.label_of(j) for j in range(table.width) if j not in used and j != table.index()
+    ]
+    return EdgeFile(path, chunks, len(used) == 3, None, ignored)
+
+
+def _named(table: tables.Table, data: DataConfig, key: str) -> int:
+    found = table.named(data.columns[key])
+    if found is None:
+        raise UserError(
+            f"{table.path} has no column {data.columns[key]!r} (data.columns.{key}). "
+            f"{table.describe()}."
+        )
+    return found
+
+
+def _ends(table: tables.Table, data: DataConfig) -> list[int]:
+    """Positions of the two ends: by data.columns, by usual names, or because there are only two."""
+    if "source" in data.columns or "target" in data.columns:
+        return [_named(table, data, key) for key in ("source", "target")]
+    for pair in tables.ENDS:
+        found = [table.find([name]) for name in pair]
+        if None not in found:
+            return [j for j in found if j is not None]
+    columns = [j for j in range(table.width) if j != table.index()]
+    if len(columns) == 2:
+        return columns
+    if len(columns) < 2:
+        other = next((mark for mark in ";\t|" if mark in table.lines[0][0]), None)
+        hint = f" Cells must be separated by commas, not {other!r}." if other else ""
+        raise UserError(
+            f"{table.path}: an edge needs two columns (source and target node id); found "
+            f"{len(columns)}.{hint}"
+        )
+    names = [table.label_of(j).removeprefix("column ") for j in columns]
+    raise UserError(
+        f"{table.path} has {len(columns)} columns, and which two are the ends of an edge is not "
+        f"known. {table.describe()}. Name them source and target, or say e.g. "
+        f"data.columns.source={names[0]} data.columns.target={names[1]}."
+    )
+
+
+def _decide(table: tables.Table, data: DataConfig, nodes: NodeIds | None) -> bool | None:
+    """Whether an open first line names the columns. It does not where its cells come again as ids;
+    a first line 0,1 changes nothing where that edge comes again.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if table.width != 2 and "source" not in data.columns:
+        return False  # an error in any case
+    ends = _ends(table, data)
+    first = [table.lines[0][j] for j in ends]
+    is_numbered = headers.looks_numbered(table.lines[0])
+    if nodes is not None and not is_numbered:
+        known = nodes.values.cast(pa.large_string())
+        return all(pc.index(known, cell).as_py() < 0 for cell in first)
+    for number, columns in enumerate(table.chunks(ends, CHUNK_EDGES, ids=ends)):
+        a, b = (
+            np.asarray(read_ids(column, str(table.path)).cast(pa.large_string()))[number == 0 :]
+            for column in columns
+        )
+        again = (
+            ((a == first[0]) & (b == first[1])) | ((a == first[1]) & (b == first[0]))
+            if is_numbered
+            else np.isin(a, first) | np.isin(b, first)
+        )
+        if again.any():
+            return False
+    return None
+
+
+def both_ends(edges: EdgeFile) -> Iterator[Any]:
+    """All ids of the edge list, for finding out which there are."""
+    seen = 0
+    for src, dst, *_ in edges.chunks(True):
+        for column in (src, dst):
+            yield read_ids(column, f"edges in {edges.path}", seen)
+        seen += len(src)
+
+
+def row_numbers(edges: EdgeFile, nodes: NodeIds | None) -> Iterator[tuple[Array, ...]]:
+    """Sources, targets and weights; ends as rows of the graph (checked later without `nodes`)."""
+    where, seen = f"edges in {edges.path}", 0
+    for src, dst, *weight in edges.chunks(nodes is not None):
+        ends = (
+            [np.asarray(src), np.asarray(dst)]
+            if nodes is None
+            else [nodes.rows_of(column, where, seen) for column in (src, dst)]
+        )
+        seen += len(src)
+        yield (*ends, *(np.asarray(column) for column in weight))
