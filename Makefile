@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 # The default tests run in this many processes, a file at a time; the slow ones start clusters and run alone.
 TEST_PROCESSES ?= 2
+# Processes with a thread for every core wait for each other more than they compute.
+TEST_THREADS ?= 1
 
 .PHONY: help demo test test-slow test-gpu docs style check k8s-check k8s-example clean
 
@@ -35,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/cimage evaluate configs/demo.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
