@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """Training stopped on a signal after saving; `signum` tells which."""
+    """Training stopped on a signal after saving; `signum` says which."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(f"stopped by signal {signum} after step {step}")

@@ -59,7 +59,7 @@ class EdgeList:
     """Directed messages src -> dst, usually sorted by dst. src, dst int64 [E]; weight float [E] or
     None for all ones.
 
-    `degree` float [N] is given where the messages do not tell it: nodes at the rim of a sampled
+    `degree` float [N] is given where the messages do not give it: nodes at the rim of a sampled
     subgraph have fewer messages here than neighbours in the graph.
     """
 

@@ -51,9 +51,7 @@ _FEW_LABELS = [5]  # per class: every run is scored with so many, too
 def run_cell(
     cell: Cell, results: Path, runs: Path, progress: Progress, train: Train = stages.pretrain
 ) -> dict[str, Any]:
-    """Train and score, unless the result is there; a run directory that is there is gone on
-    with.
-    """
+    """Train and score, unless the result is there; an existing run directory is continued."""
     target = cell.path(results)
     if target.is_file():
         return read_result(target)

@@ -1,5 +1,5 @@
 """Cells of a benchmark as Ray tasks: the command runs wherever the cluster has room. The folder it
-is given in lies on a file system all nodes mount.
+is given in is on a file system all nodes mount.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def _in_this_process(words: list[str]) -> tuple[int, str]:
     try:
         with contextlib.redirect_stdout(said):
             code = main(words)
-    except Exception:  # a fault of one run: the others continue, and the last line tells of it
+    except Exception:  # an error of one run: the others continue, and the last line reports it
         code, _ = 1, said.write(traceback.format_exc())
     return code, said.getvalue()[-2000:]
 

@@ -39,7 +39,7 @@ def packed_size(block_size: int) -> int:
 
 def centred_gaussian(x: Tensor, *, normalise: bool = True) -> tuple[Tensor, Tensor]:
     """Centred Gaussian kernels of unit bandwidth, one per block and feature, divided by norm + 1e-9
-    unless told not to, and the norms.
+    unless switched off, and the norms.
 
     `H K H` with `K_ij = exp(-(x_i - x_j)^2 / 2)` (§7.2, §7.3). Centring removes constants, so K - 1
     stands in for K: near-equal rows then keep their digits in single precision too, and a column

@@ -47,7 +47,7 @@ _OF_CONTROLS = (*_KEPT, "width", "hops", "alpha", "of", "chosen_by")
 class Cell:
     """`cfg` has the seed, and for our method its run directory; `settings` are a baseline's.
 
-    `num_clusters` is None where the classes tell it.
+    `num_clusters` is None where the classes give it.
     """
 
     method: str

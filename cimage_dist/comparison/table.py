@@ -8,7 +8,7 @@ from typing import Any
 
 from cimage_dist.comparison.summary import SCORES
 
-_WIDTH = 180  # where no terminal tells one: nothing is cut
+_WIDTH = 180  # where no terminal gives one: nothing is cut
 
 
 def as_text(summary: Mapping[str, Any], width: int = _WIDTH) -> str:

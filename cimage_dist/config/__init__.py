@@ -162,7 +162,7 @@ def fingerprint(cfg: Config) -> str:
         del tree["loss"]["extra"]
     labels = cfg.cluster.labels_path
     if labels is not None:
-        # The content counts, not where it lies.
+        # The content counts, not its path.
         file = Path(labels) / "labels.npz" if Path(labels).is_dir() else Path(labels)
         tree["cluster"]["labels"] = (
             hashlib.blake2b(file.read_bytes()).hexdigest() if file.is_file() else labels

@@ -95,7 +95,7 @@ def ingest(data: DataConfig, progress: Callable[[str], None] | None = None) -> t
 
 
 def store_place(data: DataConfig) -> str:
-    """Where the store lies or will lie: data.path where that names one (a URL does), else below
+    """Where the store is or will be: data.path where that names one (a URL does), else below
     data.store_dir.
     """
     return (

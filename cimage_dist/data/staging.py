@@ -40,9 +40,9 @@ def stage(
     """The folder of the local copy of the store at `source`, a path or a URL that fsspec or pyarrow
     can read.
 
-    Every file is compared with the manifest's checksum while it is copied; `verify` tells how a
+    Every file is compared with the manifest's checksum while it is copied; `verify` says how a
     copy that is there already is looked at, as in Graph.open. Files of a broken-off or damaged copy
-    that are right stay, the beginning of one is gone on with.
+    that are right stay; a file copied in part is continued.
     """
     storage, folder = open_storage(source)
     manifest_bytes, manifest = _read_manifest(storage, folder, source)

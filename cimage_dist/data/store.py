@@ -157,7 +157,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the content (structure, features, labels, masks); where the store lies
+        """16 hex digits of the content (structure, features, labels, masks); where the store is
         plays no part.
         """
         files = self.manifest.get("files")

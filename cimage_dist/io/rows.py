@@ -79,7 +79,7 @@ class RowFiles:
 
     def write(self, index: int, chunks: Iterable[Rows]) -> None:
         """Make a part from chunks of its rows in order: flushed, then renamed into place, so that
-        its name tells that it is done.
+        its name says that it is done.
         """
         rows = self.range_of(index)
         facts: dict[str, Any] = {
@@ -102,7 +102,7 @@ class RowFiles:
 
 
 def describe_parts(step: int, graph: str, files: RowFiles, facts: dict[str, Any]) -> dict[str, Any]:
-    """The manifest: row r lies in the part whose range holds it."""
+    """The manifest: row r is in the part whose range holds it."""
     ranges = [files.range_of(index) for index in range(len(files))]
     return {
         "format": FORMAT,

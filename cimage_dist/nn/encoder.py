@@ -71,7 +71,7 @@ class Encoder(nn.Module):
         self.norm = make_norm(norm, self.linear, cfg.dropout, moments)
         self.output = nn.Linear(cfg.hidden, width) if cfg.hidden else None
         self.routing = self._make_routing()
-        # Weights alone must tell how far they reach where the graph decided it. Bits of a double,
+        # Weights alone must show how far they reach where the graph decided it. Bits of a double,
         # since a change of the weights' type must not round it.
         alpha = torch.tensor([cfg.teleport], dtype=torch.float64).view(torch.int64)
         self.register_buffer("reach", torch.cat([torch.tensor([cfg.num_layers]), alpha]))

@@ -2,7 +2,7 @@
 bounded.
 
 `encode_graph` keeps every layer in memory. `encode_rows` gives some rows of one layer from a reader
-of the layer before it, wherever that lies.
+of the layer before it, wherever that is stored.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def num_stages(cfg: ModelConfig) -> int:
 
 def closed_range(topology: Topology, rows: slice) -> tuple[Tensor, EdgeList, slice]:
     """A range of rows and all that send messages to it, by themselves: their gids ascending, the
-    messages in local ids, where the range lies.
+    messages in local ids, where the range is stored.
 
     Local ids ascend with gids, so sums along messages have the order they have on the whole graph.
     """

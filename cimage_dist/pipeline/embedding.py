@@ -112,7 +112,7 @@ def make_plan(
 
 
 class Bench:
-    """What a process needs to make parts; the work folder has all of it, and tells where the graph
+    """What a process needs to make parts; the work folder has all of it, and says where the graph
     is.
     """
 
@@ -243,7 +243,7 @@ def make_embeddings(
 def _begin(
     root: Path, plan: Plan, cfg: Config, model: CimageModel, nodes: NDArray[np.int64] | None
 ) -> int:
-    """Make the work folder ready, and tell with which pass to continue."""
+    """Make the work folder ready, and find the pass to continue with."""
     is_same = (root / "plan.json").is_file() and artifacts.read_json(
         root / "plan.json", "the plan of the embedding"
     ) == asdict(plan)
@@ -257,7 +257,7 @@ def _begin(
         ):
             artifacts.write_text(
                 root / "config.yaml", to_yaml(cfg)
-            )  # where data lies and on what it runs may have changed
+            )  # paths and machines may have changed
             return newest
     shutil.rmtree(root, ignore_errors=True)
     artifacts.write_text(root / "config.yaml", to_yaml(cfg))

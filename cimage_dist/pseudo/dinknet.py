@@ -1,4 +1,4 @@
-"""Dink-Net (§6.4): an encoder that learns to tell nodes from shuffled ones, then centres that
+"""Dink-Net (§6.4): an encoder that learns to distinguish nodes from shuffled ones, then centres that
 shrink towards nodes and repel each other.
 
 Shapes: N nodes, F features, D width, C clusters, n rows of this rank.

@@ -138,7 +138,7 @@ def rdgae_labels(
     (§6.3).
 
     q is the consensus of several auto-encoders after their last epochs: where one ends depends much
-    on its first weights, and nothing without labels tells which of them is right, but what most of
+    on its first weights, and nothing without labels shows which of them is right, but what most of
     them agree on is.
     """
     if not 2 <= num_clusters <= topology.num_nodes:

@@ -93,7 +93,7 @@ def partition_charts(records: Records, num_factors: int) -> list[Chart]:
         lines(
             "Clustering quality",
             "Of the trusted nodes: silhouette of their pseudo-labels in the embedding, and the "
-            "share that lies nearest to the centre of its own cluster.",
+            "share nearest to the centre of its own cluster.",
             "step",
             "",
             curves(

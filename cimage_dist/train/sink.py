@@ -167,7 +167,7 @@ class LocalSink:
             if resource is not None:
                 with contextlib.suppress(
                     OSError
-                ):  # of a full disk, which was told when the record was written
+                ):  # of a full disk, which was reported when the record was written
                     resource.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

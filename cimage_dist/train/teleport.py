@@ -1,9 +1,9 @@
-"""Teleport found from the graph, without labels: how much of a node its neighbours tell.
+"""Teleport found from the graph, without labels: how well neighbours predict a node.
 
 Half of the feature columns, propagated with teleport α, predicts the other half of the same
 nodes' columns by ridge regression. Where neighbours are alike and features noisy, much smoothing
 predicts best (small α); where a node's own columns say what its neighbours do not, little does.
-The best α orders graphs as labels do, but lies above what labels ask for, since features share
+The best α orders graphs as labels do, but is above what labels ask for, since features share
 more than classes; half of it, within bounds, is used (docs/LOG.md has the comparison).
 
 Shapes: N nodes, F features, S scored nodes, D directions kept of each half of the columns.
@@ -117,7 +117,7 @@ class _Halves(NamedTuple):
         for chosen, mean, directions in zip(
             (self.is_first, ~self.is_first), self.means, self.directions, strict=True
         ):
-            # Unit rows of the half alone: in rows scaled as a whole, one half tells the size of the
+            # Unit rows of the half alone: in rows scaled as a whole, one half gives the size of the
             # other.
             half = F.normalize(rows[:, chosen].float(), dim=1) - mean
             parts.append(F.normalize(half @ directions.t(), dim=1))

@@ -112,7 +112,7 @@ def num_nuisance_factors(sbm: SbmConfig) -> int:
 
 
 def load(data: DataConfig) -> RawGraph:
-    """Blocks of equal size; node ids are shuffled, so an id tells neither block nor degree."""
+    """Blocks of equal size; node ids are shuffled, so an id reveals neither block nor degree."""
     sbm = data.sbm
     n, blocks = sbm.num_nodes, sbm.num_blocks
     shuffled = torch.argsort(
