@@ -1,4 +1,4 @@
-"""`python -m experiments.field [node_field|link_field]`: every published method and ours, one probe.
+"""`python -m experiments.field [node_field|link_field]`: published methods and ours, one probe.
 
 Cells are those of `cimage compare`, one file each in experiments/results/field/, so that a table
 grows method by method; `python -m experiments --render` puts what is there into docs/RESULTS.md.

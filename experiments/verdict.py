@@ -32,8 +32,8 @@ HOW_TO_READ = (
     "%; they are equal within "
     f"{MARGIN:g} points when both one-sided paired t-tests (TOST) put the difference inside "
     f"±{MARGIN:g} (p < {LEVEL:g}, by Holm's test too); "
-    "all others are undecided. Over the graphs: the same tests with the graphs' mean differences as "
-    "the sample. On Cora, Citeseer and Pubmed all seeds share the one public "
+    "all others are undecided. Over the graphs: the same tests with the mean differences of the "
+    "graphs as the sample. On Cora, Citeseer and Pubmed all seeds share the one public "
     "split: tests cover the noise of training on it, "
     "not that of other labels."
 )

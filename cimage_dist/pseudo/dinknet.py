@@ -1,5 +1,5 @@
-"""Dink-Net (§6.4): an encoder that learns to distinguish nodes from shuffled ones, then centres that
-shrink towards nodes and repel each other.
+"""Dink-Net (§6.4): an encoder learns to distinguish nodes from shuffled ones, then centres shrink
+towards nodes and repel each other.
 
 Shapes: N nodes, F features, D width, C clusters, n rows of this rank.
 """
