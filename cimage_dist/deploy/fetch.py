@@ -1,7 +1,8 @@
 """Copy a folder of an object store: python -m cimage_dist.deploy.fetch s3://bucket/raw data/raw
 
 Any address fsspec or pyarrow knows (s3://, gs://, hdfs://, file://); its keys come from the
-environment. Files that are there already with the same size are left alone; each is renamed when complete.
+environment. Files that are there already with the same size are left alone; each is renamed
+when complete.
 """
 
 from __future__ import annotations
