@@ -19,12 +19,7 @@ BEGIN, END = "<!-- bench: begin (python -m experiments --render) -->", "<!-- ben
 HEADLINE_BEGIN = "<!-- headline: begin (python -m experiments --render) -->"
 HEADLINE_END = "<!-- headline: end -->"
 FIGURE = "figures/gain.svg"  # beside the document
-_HEAD = (
-    "### What the tables say",
-    "",
-    f"Made from the files like the tables. {HOW_TO_READ}",
-    "",
-)
+_HEAD = ("### What the tables say", "", f"Made from the files like the tables. {HOW_TO_READ}", "")
 
 
 def document(tables: Sequence[Table], results: Path) -> str:

@@ -22,14 +22,7 @@ from cimage_dist.comparison.run import prepare, run_cells
 from cimage_dist.comparison.summary import controls_of
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
-from cimage_dist.eval.statistics import (
-    CONTROLS,
-    Comparison,
-    Paired,
-    paired,
-    stands_out,
-    value_at,
-)
+from cimage_dist.eval.statistics import CONTROLS, Comparison, Paired, paired, stands_out, value_at
 from cimage_dist.io import artifacts
 from cimage_dist.train.progress import Progress
 from experiments.cell import code_commit
@@ -187,10 +180,7 @@ def average_ranks(
 def _cost(
     found: Mapping[str, Mapping[str, Sequence[Result]]], begun: Sequence[str], rows: Sequence[str]
 ) -> list[str]:
-    lines = [
-        f"| seconds, peak GB | {' | '.join(begun)} |",
-        "|---|" + "---|" * len(begun),
-    ]
+    lines = [f"| seconds, peak GB | {' | '.join(begun)} |", "|---|" + "---|" * len(begun)]
     for name in rows:
         cells = []
         for dataset in begun:

@@ -97,12 +97,7 @@ def draw(keep: Tensor, share: float, mask_rate: float, replace_rate: float) -> D
 
 
 def reconstruction(
-    model: Model,
-    x: Tensor,
-    edge_index: Tensor,
-    keep: Tensor,
-    drawn: Draw,
-    power: float,
+    model: Model, x: Tensor, edge_index: Tensor, keep: Tensor, drawn: Draw, power: float
 ) -> tuple[Tensor, Tensor]:
     """(scaled cosine error over V, h [N, D]) for k = keep [N]."""
     spared = torch.zeros_like(keep, dtype=torch.bool)

@@ -75,10 +75,7 @@ class GCN(nn.Module):
     """
 
     def __init__(
-        self,
-        widths: Sequence[int],
-        activation: Callable[[], nn.Module],
-        last: bool,
+        self, widths: Sequence[int], activation: Callable[[], nn.Module], last: bool
     ) -> None:
         super().__init__()
         pairs = list(pairwise(widths))
@@ -94,10 +91,7 @@ class GCN(nn.Module):
 
 
 def minimise(
-    model: nn.Module,
-    objective: Callable[[], Tensor],
-    settings: Mapping[str, Any],
-    step: Step,
+    model: nn.Module, objective: Callable[[], Tensor], settings: Mapping[str, Any], step: Step
 ) -> None:
     """Adam with `lr` and `weight_decay` on objective() for `epochs` steps.
 

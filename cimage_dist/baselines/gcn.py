@@ -78,11 +78,7 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
 
 
 def _validation(
-    model: Network,
-    x: Tensor,
-    p: Tensor,
-    y: Tensor,
-    rows: Tensor,
+    model: Network, x: Tensor, p: Tensor, y: Tensor, rows: Tensor
 ) -> tuple[float, float]:
     """(accuracy, -loss) on `rows`, without dropout: larger is better."""
     model.eval()

@@ -44,11 +44,7 @@ TARGETS = ("structure", "content", "joint")
 
 
 def walk_counts(
-    edge_index: np.ndarray,
-    num_nodes: int,
-    hops: int,
-    walks: int,
-    rng: np.random.Generator,
+    edge_index: np.ndarray, num_nodes: int, hops: int, walks: int, rng: np.random.Generator
 ) -> sparse.csr_matrix:
     """How often `walks` uniform walks from each node meet each other node within `hops` steps.
 
@@ -76,12 +72,7 @@ def positive_pmi(counts: sparse.csr_matrix) -> sparse.csr_matrix:
 
 
 def structure_target(
-    edge_index: Tensor,
-    num_nodes: int,
-    width: int,
-    hops: int,
-    walks: int,
-    seed: int,
+    edge_index: Tensor, num_nodes: int, width: int, hops: int, walks: int, seed: int
 ) -> Tensor:
     """t^s = U sqrt(S) of the PMI, float32 [N, width], scaled to a mean square of 1.
 

@@ -43,10 +43,7 @@ def topology_of(graph: Graph) -> Topology:
 
 
 def propagation(
-    edge_index: Tensor,
-    num_nodes: int,
-    like: Tensor,
-    weight: Tensor | None = None,
+    edge_index: Tensor, num_nodes: int, like: Tensor, weight: Tensor | None = None
 ) -> Tensor:
     """D^-1/2 (A + I) D^-1/2, sparse [N, N], row = target; A_vu is the weight of u -> v, default 1.
 

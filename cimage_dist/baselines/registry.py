@@ -39,10 +39,7 @@ METHODS = {
 
 
 def settings_of(
-    name: str,
-    dataset: str,
-    task: str,
-    overrides: Mapping[str, Any] | None = None,
+    name: str, dataset: str, task: str, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """default, then datasets.<dataset>; for the task `link` then link.default and
     link.datasets.<dataset>; then `overrides`, which may only name known settings.

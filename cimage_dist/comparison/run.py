@@ -191,10 +191,7 @@ def _with_links_or_labels(cfg: Config, graph: Graph, progress: Progress) -> tupl
 
 
 def _chosen(
-    methods: Sequence[str] | None,
-    graph: Graph,
-    has_labels: bool,
-    progress: Progress,
+    methods: Sequence[str] | None, graph: Graph, has_labels: bool, progress: Progress
 ) -> list[str]:
     """Those asked for, once each, if all suit the graph; else all that do."""
     if methods:

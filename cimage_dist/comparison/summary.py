@@ -24,9 +24,7 @@ _FIRST = {"node": "node.test", "link": "link.auc"}
 
 
 def summarise(
-    facts: Mapping[str, Any],
-    names: Sequence[str],
-    results: Sequence[Result],
+    facts: Mapping[str, Any], names: Sequence[str], results: Sequence[Result]
 ) -> dict[str, Any]:
     """{**facts, "by": the score that ranks, "scores", "seeds", "rows", "failed"}.
 
