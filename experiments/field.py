@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from cimage_dist.baselines.registry import METHODS, OWN, SUPERVISED
+from cimage_dist.baselines import METHODS, OWN, SUPERVISED
 from cimage_dist.comparison.cell import Cell, in_own_process
 from cimage_dist.comparison.run import prepare, run_cells
 from cimage_dist.comparison.summary import controls_of

@@ -1,25 +1,23 @@
-"""Feature normalisation shared by the methods: each author's choice is a word in the yaml file.
-
-What the graph-convolution methods share: seeds, sparse propagation, a GCN stack and the loop.
+"""What the methods share (feature normalisation, sparse propagation, a GCN stack, the loop), and
+GCN, the supervised reference (Kipf & Welling, ICLR 2017).
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, dropout, normalize
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import to_torch_csr_tensor
 
-from cimage_dist.baselines.base import Step
+from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.errors import UserError
 
 # The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length.
@@ -38,25 +36,18 @@ def prepared(x: Tensor, how: str) -> Tensor:
     return normalize(x, p=ORDERS[how], dim=1)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draws inside depend on `seed` alone; the generators outside continue as if nothing
-    happened.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
-
-
-def propagation(edge_index: Tensor, num_nodes: int, dtype: torch.dtype) -> Tensor:
+def propagation(
+    edge_index: Tensor, num_nodes: int, dtype: torch.dtype, weight: Tensor | None = None
+) -> Tensor:
     """P = D^-1/2 (A + I) D^-1/2, D = degrees of A + I (Kipf & Welling, ICLR 2017); CSR [N, N].
 
-    A sparse product is about eight times as fast on a CPU as sending messages along edges.
+    A_vu is the weight [E] of u -> v, default 1. A sparse product is about eight times as fast on a
+    CPU as sending messages along edges, and normalising here serves all layers at once.
     """
-    index, weight = gcn_norm(edge_index, num_nodes=num_nodes, dtype=dtype)
-    assert weight is not None
+    index, value = gcn_norm(edge_index, weight, num_nodes, dtype=dtype)
+    assert value is not None
     # Row = target, so that P @ h sums over incoming edges also when one direction was dropped.
-    return csr(index.flip(0), weight, num_nodes)
+    return csr(index.flip(0), value, num_nodes)
 
 
 def csr(index: Tensor, weight: Tensor, size: int) -> Tensor:
@@ -90,17 +81,26 @@ class GCN(nn.Module):
         return x
 
 
+def adam(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Adam:
+    decay = settings.get("weight_decay", 0.0)
+    return torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
+
+
 def minimise(
-    model: nn.Module, objective: Callable[[], Tensor], settings: Mapping[str, Any], step: Step
+    model: nn.Module,
+    objective: Callable[[], Tensor],
+    settings: Mapping[str, Any],
+    step: Step,
+    rate: Callable[[int], float] = lambda epoch: 1.0,
 ) -> None:
-    """Adam with `lr` and `weight_decay` on objective() for `epochs` steps.
+    """Adam with `lr` x rate(epoch) and `weight_decay` on objective() for `epochs` steps.
 
     With a `patience`, training ends after so many steps in a row without a lower loss, and the
     parameters of the lowest loss are put back.
     """
     epochs, patience = settings["epochs"], settings.get("patience", 0)
-    rates = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
-    optimizer = torch.optim.Adam(model.parameters(), **rates)
+    optimizer = adam(model, settings)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     lowest, since, best = float("inf"), 0, {}
     model.train()
     for epoch in range(epochs):
@@ -114,9 +114,80 @@ def minimise(
                 lowest, best = value, copy.deepcopy(model.state_dict())
         loss.backward()
         optimizer.step()
+        schedule.step()
         step(epoch + 1, epochs, value)
         if patience and since >= patience:
             break
     if best:
         model.load_state_dict(best)
     model.eval()
+
+
+class Supervised(nn.Module):
+    """P drop(ReLU(P drop(X) W_0 + b_0)) W_1 + b_1: logits [N, classes]; drop in training alone."""
+
+    def __init__(self, num_features: int, hidden: int, classes: int, rate: float) -> None:
+        super().__init__()
+        self.first = GCNConv(num_features, hidden, normalize=False)
+        self.second = GCNConv(hidden, classes, normalize=False)
+        self.rate = rate
+
+    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+        h = self.first(dropout(x, self.rate, self.training), p).relu()
+        return self.second(dropout(h, self.rate, self.training), p)
+
+
+def gcn_loss(logits: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """-mean over `rows` of log softmax(logits)_(i, y_i); logits [N, C], y [N], rows bool [N]."""
+    return cross_entropy(logits[rows], y[rows])
+
+
+def gcn(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
+    """The embedding is the logits at the epoch of highest validation accuracy (then lowest loss).
+
+    `patience` epochs without a better one end the training; without validation rows it runs on.
+    """
+    y, train, val = graph.y, graph.train, graph.val
+    assert y is not None and train is not None
+    train = train & (y >= 0)
+    rows = None if val is None or not bool((val & (y >= 0)).any()) else val & (y >= 0)
+    x = prepared(graph.x, settings["normalize"])
+    p = propagation(graph.edge_index, graph.num_nodes, x.dtype)
+    epochs, best, score, since = settings["epochs"], {}, (-1.0, 0.0), 0
+    sizes = (x.shape[1], settings["hidden"], int(y.max()) + 1)
+    model = Supervised(*sizes, settings["dropout"]).to(x.device)
+    # Kipf & Welling: the first layer alone is decayed.
+    decayed = {"params": model.first.parameters(), "weight_decay": settings["weight_decay"]}
+    free = {"params": model.second.parameters()}
+    optimizer = torch.optim.Adam([decayed, free], lr=settings["lr"])
+    for epoch in range(epochs):
+        model.train()
+        optimizer.zero_grad()
+        value = gcn_loss(model(x, p), y, train)
+        value.backward()
+        optimizer.step()
+        step(epoch + 1, epochs, float(value.detach()))
+        if rows is None:
+            continue
+        now = _validation(model, x, p, y, rows)
+        since = 0 if now > score else since + 1
+        if since == 0:
+            score, best = now, copy.deepcopy(model.state_dict())
+        if since >= settings["patience"]:
+            break
+    if best:
+        model.load_state_dict(best)
+    model.eval()
+    with torch.no_grad():
+        return Fitted(model(x, p))
+
+
+def _validation(
+    model: Supervised, x: Tensor, p: Tensor, y: Tensor, rows: Tensor
+) -> tuple[float, float]:
+    """(accuracy, -loss) on `rows`, without dropout: larger is better."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(x, p)
+    accuracy = (logits[rows].argmax(1) == y[rows]).float().mean()
+    return float(accuracy), -float(gcn_loss(logits, y, rows))

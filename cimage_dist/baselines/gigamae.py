@@ -34,10 +34,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GATConv
 
-from cimage_dist.baselines.base import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import prepared, seeded
+from cimage_dist.baselines import Fitted, Graph, Step
+from cimage_dist.baselines.encoders import minimise, prepared
 
-max_nodes = 25_000  # the contrast costs N^2 time in every epoch; memory stays at ROWS x N
 ROWS = 2048  # rows of similarities held at a time
 SETS = ("features", "edges", "both")
 TARGETS = ("structure", "content", "joint")
@@ -132,14 +131,10 @@ def contrast(target: Tensor, rebuilt: Tensor, temperature: float) -> Tensor:
     return torch.stack(blocks).sum() / t.shape[0]
 
 
-class Head(nn.Sequential):
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__(
-            nn.Linear(width, 2 * width),
-            nn.BatchNorm1d(2 * width),
-            nn.ReLU(),
-            nn.Linear(2 * width, out),
-        )
+def head_of(width: int, out: int) -> nn.Sequential:
+    inner = 2 * width
+    first = nn.Linear(width, inner)
+    return nn.Sequential(first, nn.BatchNorm1d(inner), nn.ReLU(), nn.Linear(inner, out))
 
 
 class Model(nn.Module):
@@ -151,7 +146,7 @@ class Model(nn.Module):
         self.first = GATConv(num_features, hidden, heads, dropout=dropout)
         self.norm = nn.BatchNorm1d(hidden * heads, momentum=0.99)  # authors': the last epoch counts
         self.second = GATConv(hidden * heads, out, heads=1, concat=False, dropout=dropout)
-        self.heads = nn.ModuleList([Head(out, size) for size in (*sizes, sum(sizes))])
+        self.heads = nn.ModuleList([head_of(out, size) for size in (*sizes, sum(sizes))])
         self.dropout = dropout
 
     def encode(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -188,41 +183,24 @@ def loss(
     return total
 
 
-def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    with seeded(seed):
-        return _fit(graph, settings, seed, step)
-
-
-def _fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
+def gigamae(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     x = prepared(graph.x, settings["normalize"])
     edges, num_nodes = graph.edge_index, graph.num_nodes
     width, hops, walks = settings["structure_width"], settings["hops"], settings["walks"]
     structure = structure_target(edges, num_nodes, width, hops, walks, seed)
     content = content_target(x, settings["ratio"])
     targets = [structure, content, torch.cat([structure, content], 1)]
-    sizes = [structure.shape[1], content.shape[1]]
-    model = Model(x.shape[1], sizes, settings).to(x.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings["lr"])
-    epochs = settings["epochs"]
-    for epoch in range(1, epochs + 1):
-        rate = settings["lr"] * settings["lr_factor"] ** (epoch // settings["lr_every"])
-        optimizer.param_groups[0]["lr"] = rate
-        hidden_nodes = torch.rand(num_nodes, device=x.device) < settings["node_rate"]
-        hidden_edges = torch.rand(edges.shape[1], device=x.device) < settings["edge_rate"]
-        value = loss(
-            model,
-            targets,
-            x,
-            edges,
-            hidden_nodes,
-            hidden_edges,
-            settings["weights"],
-            settings["temperature"],
-        )
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        step(epoch, epochs, value.item())
-    model.eval()
+    model = Model(x.shape[1], [structure.shape[1], content.shape[1]], settings).to(x.device)
+    weights, temperature = settings["weights"], settings["temperature"]
+
+    def objective() -> Tensor:
+        nodes = torch.rand(num_nodes, device=x.device) < settings["node_rate"]
+        lost = torch.rand(edges.shape[1], device=x.device) < settings["edge_rate"]
+        return loss(model, targets, x, edges, nodes, lost, weights, temperature)
+
+    def rate(epoch: int) -> float:
+        return settings["lr_factor"] ** ((epoch + 1) // settings["lr_every"])
+
+    minimise(model, objective, settings, step, rate)
     with torch.no_grad():
         return Fitted(model.encode(x, edges))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.baselines.registry import METHODS
+from cimage_dist.baselines import METHODS
 from cimage_dist.cli.common import config_of, progress_of
 
 VERBS = {"compare": "train published methods and ours on one graph and score all by the same probe"}

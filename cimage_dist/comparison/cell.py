@@ -14,7 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cimage_dist.baselines import base
-from cimage_dist.baselines.registry import OWN
+from cimage_dist import baselines
+from cimage_dist.baselines import OWN
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
@@ -137,12 +136,13 @@ def _baseline(cell: Cell, progress: Progress, stage: str) -> Result:
     cfg, graph = cell.cfg, cell.graph
     topology, links = training_graph(graph, cfg.data, cell.seed)
     given = method_graph(graph, topology, cfg)
-    fit = import_module(f"cimage_dist.baselines.{cell.method}").fit
 
     def step(done: int, total: int, loss: float) -> None:
         progress.update(done, total, {"loss": loss}, stage)
 
-    fitted, cost = _measured(lambda: fit(given, cell.settings, cell.seed, step))
+    fitted, cost = _measured(
+        lambda: baselines.fit(cell.method, given, cell.settings, cell.seed, step)
+    )
     z = fitted.embedding.detach().float().cpu()
     scores = score_matrix(z, graph, topology, cfg, num_clusters=cell.num_clusters)
     if links is not None:
@@ -153,7 +153,7 @@ def _baseline(cell: Cell, progress: Progress, stage: str) -> Result:
     return scores | {"width": z.shape[1]} | cost
 
 
-def method_graph(graph: Graph, topology: Topology, cfg: Config) -> base.Graph:
+def method_graph(graph: Graph, topology: Topology, cfg: Config) -> baselines.Graph:
     """What a method is trained on: no held-out edge; classes under the training and validation
     masks alone, so that no test label can be read.
     """
@@ -167,7 +167,7 @@ def method_graph(graph: Graph, topology: Topology, cfg: Config) -> base.Graph:
         train, val = split.train.to(device), split.val.to(device)
     index = torch.stack([edges.src, edges.dst]).to(device)
     # A copy: the store is mapped read-only, and a method may change its input in place.
-    return base.Graph(graph.features().clone().to(device), index, y, train, val)
+    return baselines.Graph(graph.features().clone().to(device), index, y, train, val)
 
 
 def _by_columns(score: Callable[[Tensor], Tensor], device: torch.device) -> PairScore:

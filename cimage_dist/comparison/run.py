@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cimage_dist.baselines import registry
-from cimage_dist.baselines.registry import OWN
+from cimage_dist import baselines
+from cimage_dist.baselines import OWN
 from cimage_dist.comparison.cell import Cell, Result, finished, in_own_process
 from cimage_dist.comparison.page import write_compare_page
 from cimage_dist.comparison.summary import summarise
@@ -144,7 +144,7 @@ def prepare(
 
 
 def _check_names(methods: Sequence[str], settings: Settings) -> None:
-    registry.check_names([*methods, *settings])
+    baselines.check_names([*methods, *settings])
     if OWN in settings:
         how = "give them as config keys, e.g. train.epochs=50"
         raise UserError(f"Settings of {OWN} are those of the config: {how}.")
@@ -195,11 +195,11 @@ def _chosen(
 ) -> list[str]:
     """Those asked for, once each, if all suit the graph; else all that do."""
     if methods:
-        registry.check(methods, graph.num_nodes, has_labels)
+        baselines.check(methods, graph.num_nodes, has_labels)
         return list(dict.fromkeys(methods))
     names = []
-    for name in registry.METHODS:
-        reason = registry.why_not(name, graph.num_nodes, has_labels)
+    for name in baselines.METHODS:
+        reason = baselines.why_not(name, graph.num_nodes, has_labels)
         if reason:
             progress.note(f"left out: {reason}")
         else:
@@ -230,8 +230,8 @@ def _cells(
         topology, _ = training_graph(graphs.ours, cfg.data, cfg.run.seed)
         clusters = number_of_clusters(cfg, graphs.ours, topology)
     name, task = cfg.data.name, _task(cfg)
-    baselines = [method for method in names if method != OWN]
-    given = {m: registry.settings_of(m, name, task, settings.get(m)) for m in baselines}
+    others = [method for method in names if method != OWN]
+    given = {m: baselines.settings_of(m, name, task, settings.get(m)) for m in others}
     cells = []
     for seed in range(cfg.run.seed, cfg.run.seed + seeds):
         place = str(runs / fingerprint(cfg) / f"seed-{seed}")

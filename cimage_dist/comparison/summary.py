@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cimage_dist.baselines.registry import METHODS, OWN, SUPERVISED
+from cimage_dist.baselines import METHODS, OWN, SUPERVISED
 from cimage_dist.eval.statistics import CONTROLS, Comparison, paired, stands_out, value_at
 
 Result = dict[str, Any]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import cimage_dist
-from cimage_dist.baselines import gae, mvgrl, registry
-from cimage_dist.baselines.base import Fitted
+from cimage_dist import baselines
+from cimage_dist.baselines import Fitted, autoencoders
 from cimage_dist.cli.main import main
 from cimage_dist.comparison import run as comparing
 from cimage_dist.comparison.cell import Cell, in_this_process, method_graph
@@ -69,19 +69,19 @@ def rows_of(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_every_method_has_settings_for_both_tasks():
-    for name in registry.METHODS:
-        if name != registry.OWN:
+    for name in baselines.METHODS:
+        if name != baselines.OWN:
             for task in ("node", "link"):
-                settings = registry.settings_of(name, "unheard-of", task)
+                settings = baselines.settings_of(name, "unheard-of", task)
                 assert settings["epochs"] >= 1 and settings["normalize"] in ("none", "row", "unit")
 
 
 def test_settings_are_layered():
-    assert registry.settings_of("ccassg", "citeseer", "node")["epochs"] == 20
-    assert registry.settings_of("bandana", "cora", "node")["hidden"] == 256
-    assert registry.settings_of("bandana", "cora", "link")["hidden"] == 128
-    assert registry.settings_of("bandana", "citeseer", "link")["layers"] == 1
-    changed = registry.settings_of("bandana", "cora", "link", {"hidden": 8, "lr": "1e-3"})
+    assert baselines.settings_of("ccassg", "citeseer", "node")["epochs"] == 20
+    assert baselines.settings_of("bandana", "cora", "node")["hidden"] == 256
+    assert baselines.settings_of("bandana", "cora", "link")["hidden"] == 128
+    assert baselines.settings_of("bandana", "citeseer", "link")["layers"] == 1
+    changed = baselines.settings_of("bandana", "cora", "link", {"hidden": 8, "lr": "1e-3"})
     assert changed["hidden"] == 8 and changed["lr"] == 1e-3 and changed["layers"] == 2
 
 
@@ -97,7 +97,7 @@ def test_settings_are_layered():
 )
 def test_wrong_settings_are_told(overrides, message):
     with pytest.raises(UserError, match=message):
-        registry.settings_of("gae", "cora", "node", overrides)
+        baselines.settings_of("gae", "cora", "node", overrides)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_wrong_settings_are_told(overrides, message):
 )
 def test_mistakes_end_before_anything_trains(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mvgrl, "max_nodes", 100)
+    limited = baselines.METHODS["mvgrl"]._replace(most_nodes=100)
+    monkeypatch.setitem(baselines.METHODS, "mvgrl", limited)
     settings = own_folder(tmp_path / "graph")
     assert main(["compare", *settings, *words]) == 2
     assert message in capsys.readouterr().err
@@ -132,22 +133,14 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in registry.METHODS)
+    assert all(f"  {name} " in out for name in baselines.METHODS)
     assert "cimage compare configs/" in out
 
 
 def test_end_to_end_in_processes_of_their_own(cfg, tmp_path):
     """One seed, as a person would: then a second seed keeps the cells of the first."""
     names = ["cimage", "ccassg", "gae"]
-    found = cimage_dist.compare(
-        cfg,
-        names,
-        1,
-        out=tmp_path,
-        settings=SHORT,
-        progress=QUIET,
-        jobs=2,
-    )
+    found = cimage_dist.compare(cfg, names, 1, out=tmp_path, settings=SHORT, progress=QUIET, jobs=2)
     assert not found.failed and found.summary["by"] == "node.test"
     rows = rows_of(found.summary)
     assert {row["kind"] for row in rows.values()} == {"method", "control"}
@@ -165,15 +158,7 @@ def test_end_to_end_in_processes_of_their_own(cfg, tmp_path):
         made.append(f"{cell.method} {cell.seed}")
         return in_this_process(cell, quiet, stage)
 
-    again = compare(
-        cfg,
-        names,
-        2,
-        out=tmp_path,
-        settings=SHORT,
-        progress=QUIET,
-        execute=counting,
-    )
+    again = compare(cfg, names, 2, out=tmp_path, settings=SHORT, progress=QUIET, execute=counting)
     assert made == ["cimage 1", "ccassg 1", "gae 1"]
     gap = rows_of(again.summary)["gae"]["difference"]
     assert gap["seeds"] == 2 and gap["p"] is None
@@ -194,7 +179,7 @@ def test_a_failing_method_does_not_stop_the_others(tmp_path, monkeypatch, capsys
     def fit(*args: object) -> Fitted:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(gae, "fit", fit)
+    monkeypatch.setattr(autoencoders, "gae", fit)
     words = ["compare", *own_folder(tmp_path / "graph"), "--methods", "gae,ccassg", *SETS]
     assert main([*words, "--seeds", "1"]) == 1
     out = capsys.readouterr().out

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy
 
-from cimage_dist.baselines import ccassg, dgi, grace, mvgrl
-from cimage_dist.baselines.base import Graph
+from cimage_dist.baselines import METHODS, Graph, contrastive, fit
 from cimage_dist.baselines.encoders import GCN, propagation
 from cimage_dist.errors import UserError
 from tests.baselines.convolution import Small, assert_learns, assert_same, layer, settings_of
 
 
 def test_dgi_loss_and_gradient_match_dense_formula() -> None:
-    small, model = Small(), dgi.network(7, 6).double()
+    small, model = Small(), contrastive.dgi_network(7, 6).double()
     torch.manual_seed(2)
-    loss = dgi.loss(model, small.x, small.sparse)
+    loss = contrastive.dgi_loss(model, small.x, small.sparse)
     torch.manual_seed(2)
     order = torch.randperm(small.n)
     conv, act = model.encoder.layers[0], model.encoder.acts[0]
@@ -29,13 +28,13 @@ def test_dgi_loss_and_gradient_match_dense_formula() -> None:
 
 
 def test_mvgrl_loss_and_gradient_match_dense_formula() -> None:
-    small, model, order = Small(), mvgrl.Network(7, 6).double(), torch.randperm(20)
+    small, model, order = Small(), contrastive.TwoViews(7, 6).double(), torch.randperm(20)
     with torch.no_grad():
         model.bias.fill_(0.3)
     s = 0.2 * torch.linalg.inv(torch.eye(20, dtype=torch.float64) - 0.8 * small.dense)
-    loss = mvgrl.loss(model, small.x, small.sparse, s, order)
+    loss = contrastive.mvgrl_loss(model, small.x, small.sparse, s, order)
 
-    def embedded(view: mvgrl.View, m: Tensor, x: Tensor) -> Tensor:
+    def embedded(view: contrastive.View, m: Tensor, x: Tensor) -> Tensor:
         return view.act(m @ x @ view.weight + view.bias)
 
     a, b = embedded(model.near, small.dense, small.x), embedded(model.far, s, small.x)
@@ -53,7 +52,7 @@ def test_mvgrl_loss_and_gradient_match_dense_formula() -> None:
 
 def test_mvgrl_diffusion_is_the_series_of_walks() -> None:
     small = Small()
-    s = mvgrl.diffusion(small.edges, 20, 0.2, torch.float64)
+    s = contrastive.diffusion(small.edges, 20, 0.2, torch.float64)
     power, total = torch.eye(20, dtype=torch.float64), torch.zeros(20, 20)
     for k in range(200):
         total, power = total + 0.2 * 0.8**k * power, power @ small.dense
@@ -64,14 +63,14 @@ def test_mvgrl_sparsified_columns_span_zero_to_one() -> None:
     s = torch.tensor([[0.5, 2e-3, 2e-4], [2e-3, 0.4, 0.3], [2e-4, 0.3, 0.6]])
     # Mean numbers of entries: 3, 3, 7/3, 5/3 at 1e-5 ... 1e-2; nearest to 2.2 is 1e-3.
     expected = torch.tensor([[1, 0, 0], [4e-3, 1, 0.5], [0, 0.298 / 0.398, 1]])
-    torch.testing.assert_close(mvgrl.sparsified(s, 2.2), expected)
+    torch.testing.assert_close(contrastive.sparsified(s, 2.2), expected)
 
 
 def test_mvgrl_refuses_graphs_beyond_its_limit() -> None:
-    n = mvgrl.max_nodes + 1
+    n = (METHODS["mvgrl"].most_nodes or 0) + 1
     graph = Graph(torch.zeros(n, 1), torch.tensor([[0, 1], [1, 0]]))
     with pytest.raises(UserError, match="25,000"):
-        mvgrl.fit(graph, settings_of("mvgrl"), 0, lambda *_: None)
+        fit("mvgrl", graph, settings_of("mvgrl"), 0, lambda *_: None)
 
 
 def dense_contrast(u: Tensor, v: Tensor, tau: float) -> Tensor:
@@ -88,7 +87,7 @@ def dense_contrast(u: Tensor, v: Tensor, tau: float) -> Tensor:
 
 @pytest.mark.parametrize("block", [6, 20, 64])
 def test_grace_loss_and_gradient_match_dense_formula(block: int) -> None:
-    small, model = Small(), grace.Network(7, 5, "prelu").double()
+    small, model = Small(), contrastive.Projected(7, 5, "prelu").double()
     u = model.head(model(small.x, small.sparse))
     v = model.head(model(small.x.square(), small.sparse))
 
@@ -98,7 +97,7 @@ def test_grace_loss_and_gradient_match_dense_formula(block: int) -> None:
         return model.head(x)
 
     reference = dense_contrast(embedded(small.x), embedded(small.x.square()), 0.4)
-    assert_same(grace.loss(u, v, 0.4, block), reference, model.parameters())
+    assert_same(contrastive.grace_loss(u, v, 0.4, block), reference, model.parameters())
 
 
 def test_grace_keeps_no_table_of_all_pairs() -> None:
@@ -111,7 +110,7 @@ def test_grace_keeps_no_table_of_all_pairs() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        grace.loss(u, v, 0.5, 50)
+        contrastive.grace_loss(u, v, 0.5, 50)
     assert max(saved) <= 400 * 4
 
 
@@ -136,32 +135,32 @@ def test_ccassg_loss_and_gradient_match_dense_formula() -> None:
     reference = (c - d).square().sum() / small.n / 2 - constant
     for z in (c, d):
         reference = reference + 0.01 * (torch.eye(5) - z.T @ z / small.n).norm().square()
-    assert_same(ccassg.loss(a, b, 0.01), reference, encoder.parameters())
+    assert_same(contrastive.ccassg_loss(a, b, 0.01), reference, encoder.parameters())
 
 
 def test_dgi_learns() -> None:
-    assert_learns(dgi.fit, settings_of("dgi", width=32, epochs=60, lr=0.01))
+    assert_learns("dgi", settings_of("dgi", width=32, epochs=60, lr=0.01))
 
 
 def test_dgi_stops_when_the_loss_no_longer_falls() -> None:
     losses: list[float] = []
     graph = Graph(torch.eye(20), Small().edges)
     settings = settings_of("dgi", width=4, epochs=500, lr=0.1, patience=3)
-    dgi.fit(graph, settings, 0, lambda done, total, loss: losses.append(loss))
+    fit("dgi", graph, settings, 0, lambda done, total, loss: losses.append(loss))
     assert len(losses) < 500
     assert min(losses[-3:]) >= min(losses[:-3])
 
 
 def test_mvgrl_learns() -> None:
     changes = {"width": 32, "epochs": 40, "lr": 0.01, "samples": 2, "sample_nodes": 100}
-    assert_learns(mvgrl.fit, settings_of("mvgrl", **changes))
+    assert_learns("mvgrl", settings_of("mvgrl", **changes))
 
 
 @pytest.mark.parametrize("batch", [0, 100])
 def test_grace_learns(batch: int) -> None:
     changes = {"width": 16, "epochs": 30, "lr": 0.005, "batch": batch, "block": 64}
-    assert_learns(grace.fit, settings_of("grace", **changes))
+    assert_learns("grace", settings_of("grace", **changes))
 
 
 def test_ccassg_learns() -> None:
-    assert_learns(ccassg.fit, settings_of("ccassg", width=16, epochs=30, lr=0.01))
+    assert_learns("ccassg", settings_of("ccassg", width=16, epochs=30, lr=0.01))

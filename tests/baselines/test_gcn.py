@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from cimage_dist.baselines import gcn
+from cimage_dist import baselines
+from cimage_dist.baselines import encoders, fit
 from cimage_dist.baselines.encoders import prepared
 from cimage_dist.errors import UserError
 from tests.baselines.convolution import (
@@ -26,16 +27,16 @@ METHODS = ("gae", "vgae", "arga", "arvga", "dgi", "mvgrl", "grace", "ccassg", "g
 
 
 def test_gcn_loss_and_gradient_match_dense_formula() -> None:
-    small, model = Small(), gcn.Network(7, 6, 3, 0.0).double()
+    small, model = Small(), encoders.Supervised(7, 6, 3, 0.0).double()
     y, rows = torch.arange(20) % 3, torch.arange(20) < 12
-    loss = gcn.loss(model(small.x, small.sparse), y, rows)
+    loss = encoders.gcn_loss(model(small.x, small.sparse), y, rows)
     logits = layer(small.dense, layer(small.dense, small.x, model.first).relu(), model.second)
     chosen = [logits[i].exp()[y[i]] / logits[i].exp().sum() for i in range(12)]
     assert_same(loss, -torch.stack(chosen).log().mean(), model.parameters())
 
 
 def test_gcn_learns() -> None:
-    fitted = assert_learns(gcn.fit, settings_of("gcn", hidden=16, epochs=40))
+    fitted = assert_learns("gcn", settings_of("gcn", hidden=16, epochs=40))
     assert fitted.embedding.shape == (150, 3)
 
 
@@ -44,21 +45,21 @@ def test_gcn_reads_training_labels_alone() -> None:
     assert graph.y is not None and graph.train is not None
     hidden = dataclasses.replace(graph, y=graph.y.where(graph.train, -1))
     blind = dataclasses.replace(graph, val=None)
-    fits = [gcn.fit(g, settings, 0, lambda *_: None).embedding for g in (hidden, blind)]
+    fits = [fit("gcn", g, settings, 0, lambda *_: None).embedding for g in (hidden, blind)]
     assert torch.equal(*fits)
 
 
 def test_gcn_stops_after_patience() -> None:
     seen: list[int] = []
     settings = settings_of("gcn", hidden=16, epochs=300, patience=4, lr=0.05)
-    gcn.fit(planted(), settings, 0, lambda done, total, loss: seen.append(done))
+    fit("gcn", planted(), settings, 0, lambda done, total, loss: seen.append(done))
     assert len(seen) < 300
 
 
 def test_gcn_without_labels_is_refused() -> None:
     graph = dataclasses.replace(planted(), y=None)
-    with pytest.raises(UserError, match="training split"):
-        gcn.fit(graph, settings_of("gcn"), 0, lambda *_: None)
+    with pytest.raises(UserError, match="no labelled training nodes"):
+        fit("gcn", graph, settings_of("gcn"), 0, lambda *_: None)
 
 
 def test_prepared_rows() -> None:
@@ -83,4 +84,5 @@ def test_settings_file(method: str) -> None:
     assert all("#" in line for line in indented if not line.rstrip().endswith(":"))
     assert all(50 < value < 100 for value in content["published"]["node"].values())
     assert all(50 < v < 100 for pair in content["published"].get("link", {}).values() for v in pair)
-    assert callable(importlib.import_module(f"cimage_dist.baselines.{method}").fit)
+    module = importlib.import_module(f"cimage_dist.baselines.{baselines.METHODS[method].module}")
+    assert callable(getattr(module, method))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cimage_dist.baselines import gigamae
+from cimage_dist.baselines import METHODS, gigamae
 from tests.baselines import dense
 
 SETTINGS = {
@@ -102,10 +102,10 @@ def test_structure_target():
 
 
 def test_fit():
-    _, fitted = dense.check_fit(gigamae, SETTINGS)
+    _, fitted = dense.check_fit("gigamae", SETTINGS)
     assert fitted.embedding.shape == (120, 16)
-    assert gigamae.max_nodes == 25_000
+    assert METHODS["gigamae"].most_nodes == 25_000
 
 
 def test_settings():
-    dense.check_yaml(gigamae, SETTINGS)
+    dense.check_yaml("gigamae", SETTINGS)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cimage_dist.baselines.registry import METHODS
+from cimage_dist.baselines import METHODS
 from experiments.field import (
     Field,
     average_ranks,
