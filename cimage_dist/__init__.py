@@ -18,7 +18,7 @@ _HOME = {
     "open_graph": "cimage_dist.data.ingest",
     "Pretrainer": "cimage_dist.api",
     "evaluate": "cimage_dist.api",
-    "compare": "cimage_dist.comparison.run",
+    "compare": "cimage_dist.comparison",
     "RoutingConv": "cimage_dist.nn.routing",
     "UserError": "cimage_dist.errors",
     "Clusterer": "cimage_dist.registry",
@@ -29,19 +29,14 @@ _HOME = {
 
 if TYPE_CHECKING:
     from cimage_dist.api import Pretrainer, evaluate
-    from cimage_dist.comparison.run import compare
+    from cimage_dist.comparison import compare
     from cimage_dist.config import Config
     from cimage_dist.config_loading import load_config
     from cimage_dist.data.ingest import open_graph
     from cimage_dist.data.store import Graph
     from cimage_dist.errors import UserError
     from cimage_dist.nn.routing import RoutingConv
-    from cimage_dist.registry import (
-        Clusterer,
-        LossInputs,
-        register_clusterer,
-        register_loss,
-    )
+    from cimage_dist.registry import Clusterer, LossInputs, register_clusterer, register_loss
 
 __all__ = [
     "Clusterer",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cimage_dist.cli.common import config_for, split_settings
-from cimage_dist.cli.jobs import job_line
 from cimage_dist.cli.main import FAMILIES, parse
+from cimage_dist.cli.remote import job_line
 from experiments.cell import read_result
 from experiments.document import (
     BEGIN,

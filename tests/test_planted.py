@@ -25,9 +25,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cimage_dist.ci import score_features
 from cimage_dist.ci.hsic import block_statistics
 from cimage_dist.ci.partition import choose_partition
-from cimage_dist.ci.scores import score_features
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.ingest import open_graph

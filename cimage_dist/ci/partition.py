@@ -16,8 +16,8 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
+from cimage_dist.ci import Features, factor_means, factor_scores, random_half
 from cimage_dist.ci.hsic import HsicStats
-from cimage_dist.ci.scores import Features, factor_means, factor_scores, random_half
 from cimage_dist.ci.selection import (
     Inner,
     VIResult,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cimage_dist import __version__
-from cimage_dist.cli import cluster, compare, jobs, k8s, runs, sweep
+from cimage_dist.cli import many, remote, runs
 from cimage_dist.cli.common import command_of
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 
@@ -37,7 +37,7 @@ SIGTERM after saving.
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and
 # do_<name>(args).
-FAMILIES = (runs, cluster, compare, sweep, jobs, k8s)
+FAMILIES = (runs, many, remote)
 
 
 class Parser(argparse.ArgumentParser):

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cimage_dist.config import DataConfig
-from cimage_dist.data.sources import own
+from cimage_dist.data.sources import SOURCES, own
 from cimage_dist.data.sources.raw import Source
-from cimage_dist.data.sources.registry import SOURCES
 from cimage_dist.data.staging import is_url, stage
 from cimage_dist.data.store import FORMAT_VERSION, Graph, read_manifest
 from cimage_dist.data.writing import write_store

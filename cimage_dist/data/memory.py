@@ -23,10 +23,8 @@ from cimage_dist.data.checks import (
 from cimage_dist.data.ids import NodeIds, read_ids
 from cimage_dist.data.moments import make_features
 from cimage_dist.data.sources import tables
-from cimage_dist.data.sources.edges import EdgeFile
-from cimage_dist.data.sources.join import join
+from cimage_dist.data.sources.edges import EdgeFile, NodeRows, join
 from cimage_dist.data.sources.raw import row_chunks
-from cimage_dist.data.sources.rows import NodeRows
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 

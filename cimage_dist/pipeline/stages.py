@@ -36,12 +36,7 @@ from cimage_dist.io import artifacts, checkpoint, environment
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.io.rows import RowFiles, add_parquet, describe_parts, load_rows, step_of
 from cimage_dist.nn.inference import embed_graph
-from cimage_dist.nn.model import (
-    CimageModel,
-    build_model,
-    model_from_weights,
-    needs_moments,
-)
+from cimage_dist.nn.model import CimageModel, build_model, model_from_weights, needs_moments
 from cimage_dist.pipeline import embedding
 from cimage_dist.pipeline.embedding import PART_ROWS, Execute, Tick
 from cimage_dist.train.loop import worker

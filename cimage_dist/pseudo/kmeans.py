@@ -1,8 +1,6 @@
-"""The inner loop of k-means on a processor: nearest centre and sums of a chunk in one reading.
-Shapes: n rows, D width, C clusters.
+"""Sharded k-means (§6.6): k-means++ on a keyed sample of all ranks, then assign locally, reduce sums.
 
-Sharded k-means (§6.6): assign locally, reduce sums. Shapes: N local rows, D width, C clusters, S
-sampled rows, L candidates.
+Shapes: N local rows, n rows of a chunk, D width, C clusters, S sampled rows, L candidates.
 """
 
 from __future__ import annotations
@@ -11,7 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numba
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,12 +19,13 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.pseudo.kmeans_cpu import add_chunk
-from cimage_dist.pseudo.kmeans_start import _draw_start
 
-CHUNK_ROWS = (
-    4_096  # rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths
-)
+# Rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths.
+CHUNK_ROWS = 4_096
+_IDS_PER_CHUNK = 1 << 16
+_SAMPLE_PER_CLUSTER = 256
+# Rows are finite by the time they are added; sums over a row may be taken in vector order.
+_FAST = {"nnan", "ninf", "nsz", "reassoc", "contract"}
 _VECTOR = 16
 _FAR = 3e38
 _TIE = 1e-9  # relative difference of inertia below which the earlier start is kept
@@ -61,8 +62,7 @@ def kmeans(
     chunk_rows: int = CHUNK_ROWS,
     init: Tensor | None = None,
 ) -> KMeansResult:
-    """Collective: Lloyd's algorithm on the union of all ranks' rows, min Σ_i min_c ‖x_i - μ_c‖²
-    (§6.6).
+    """Collective: Lloyd's algorithm on the union of all ranks' rows, min Σ_i min_c ‖x_i - μ_c‖².
 
     x [N, D] of any float type, N may be 0 on some ranks; gids int64 [N] global row ids, by default
     counted on in rank order. The result depends on the sharding through the order of summation
@@ -91,17 +91,18 @@ def kmeans(
             f"k-means: {gids.numel()} global ids were given for {x.shape[0]} rows; there must "
             "be one per row."
         )
-    ids = (
-        _Ids(_first_gid(x, comm), None) if gids is None else _Ids(0, gids.to(x.device, torch.int64))
-    )
+    given = None if gids is None else gids.to(x.device, torch.int64)
+    ids = _Ids(0, given)
+    if given is None:
+        sizes = comm.gather_rows(torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device))
+        ids = _Ids(int(sizes[: comm.rank].sum()), None)
     num_rows, origin = _count_and_origin(x, num_clusters, comm, chunk_rows)
     shard = _Shard(x, torch.zeros_like(origin) if spherical else origin, chunk_rows, spherical)
     best: tuple[float, Tensor, int] | None = None
     for restart in range(1 if init is not None else restarts):
         if init is None:
-            centres = _draw_start(
-                shard, ids, num_rows, num_clusters, keyed.stream(seed, "kmeans", restart), comm
-            )
+            key = keyed.stream(seed, "kmeans", restart)
+            centres = _draw_start(shard, ids, num_rows, num_clusters, key, comm)
         else:
             centres = comm.broadcast(shard.moved(init))
         run = _lloyd(shard, ids, centres, comm, max_iterations, tol)
@@ -125,12 +126,8 @@ def assign(
 
     With a single centre there is no second distance and the confidence is 0.
     """
-    origin = (
-        torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-        if spherical
-        else _origin(_sums(x, chunk_rows) / max(x.shape[0], 1), x)
-    )
-    shard = _Shard(x, origin, chunk_rows, spherical)
+    origin = _origin(_sums(x, chunk_rows) / max(x.shape[0], 1), x)
+    shard = _Shard(x, torch.zeros_like(origin) if spherical else origin, chunk_rows, spherical)
     return _assign(shard, shard.moved(centres))
 
 
@@ -172,11 +169,9 @@ class _Shard:
         rows = self.x[lids].to(_compute_dtype(self.x))
         if self.is_spherical:
             return F.normalize(rows, dim=1, eps=1e-12, out=out)
-        return (
-            torch.sub(rows, self.origin.to(rows.dtype), out=out)
-            if self.is_moved
-            else rows.contiguous()
-        )
+        if not self.is_moved:
+            return rows.contiguous()
+        return torch.sub(rows, self.origin.to(rows.dtype), out=out)
 
     def scores(self, centres: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(which rows, rows x [n, D], ‖c‖² - 2x·c [n, C']) chunk by chunk: squared distances up to
@@ -190,20 +185,12 @@ class _Shard:
         missing, size = -centres.shape[0] % _VECTOR, min(self.chunk_rows, self.x.shape[0])
         norms = F.pad(centres.square().sum(1), (0, missing), value=_FAR)
         centres = F.pad(centres, (0, 0, 0, missing))
-        row_buffer, score_buffer = (
-            centres.new_empty(size, centres.shape[1]),
-            centres.new_empty(size, centres.shape[0]),
-        )
+        row_buffer, score_buffer = (centres.new_empty(size, centres.shape[i]) for i in (1, 0))
         for begin in range(0, self.x.shape[0], self.chunk_rows):
             chunk = slice(begin, min(begin + self.chunk_rows, self.x.shape[0]))
             rows = self.rows(chunk, row_buffer[: chunk.stop - begin])
-            yield (
-                chunk,
-                rows,
-                torch.addmm(
-                    norms, rows, centres.T, alpha=-2.0, out=score_buffer[: chunk.stop - begin]
-                ),
-            )
+            out = score_buffer[: chunk.stop - begin]
+            yield chunk, rows, torch.addmm(norms, rows, centres.T, alpha=-2.0, out=out)
 
 
 def _assign(shard: _Shard, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,12 +205,52 @@ def _assign(shard: _Shard, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return labels, confidence, nearest
 
 
+def _draw_start(
+    shard: _Shard, ids: _Ids, num_rows: int, num_clusters: int, key: int, comm: Comm
+) -> Tensor:
+    """Collective: k-means++ centres float64 [C, D] from 256·C rows, sampled by a hash of gids."""
+    sample_size = min(num_rows, _SAMPLE_PER_CLUSTER * num_clusters)
+    chunks = torch.arange(shard.x.shape[0], device=shard.x.device).split(_IDS_PER_CHUNK)
+    lowest = torch.empty(0, dtype=torch.int64, device=shard.x.device)
+    for lids in chunks:
+        seen = torch.cat([lowest, keyed.bits(key, ids(lids))])
+        lowest = seen.topk(min(sample_size, seen.numel()), largest=False).values
+    # The hash is a bijection of the id, so exactly sample_size rows lie at or below the threshold.
+    threshold = comm.gather_rows(lowest).sort().values[sample_size - 1]
+    lids = torch.cat([lids[keyed.bits(key, ids(lids)) <= threshold] for lids in chunks])
+    sample, sample_gids = comm.gather_rows(shard.rows(lids)), comm.gather_rows(ids(lids))
+    centres = shard.origin.new_zeros((num_clusters, shard.x.shape[1]))
+    if comm.is_main:
+        centres = _plus_plus(sample[sample_gids.argsort()], num_clusters, key)
+    return comm.broadcast(centres)
+
+
+def _plus_plus(sample: Tensor, num_clusters: int, key: int) -> Tensor:
+    """Greedy k-means++ on sample [S, D]: of L = 2 + ln C draws ∝ d² keep that of lowest Σd²."""
+    draws = torch.arange(2 + int(math.log(num_clusters)), device=sample.device)
+    norms = sample.square().sum(1)
+
+    def distances_from(bids: Tensor) -> Tensor:
+        d_LS = torch.addmm(norms, sample[bids], sample.T, alpha=-2.0).add_(norms[bids, None])
+        return d_LS.clamp_(min=0.0).to(torch.float64).scatter_(1, bids[:, None], 0.0)
+
+    chosen = [keyed.integers(keyed.derive(key, 0), draws[:1], sample.shape[0])]
+    closest = distances_from(chosen[0])[0]
+    for step in range(1, num_clusters):
+        mass = closest.cumsum(0)
+        drawn = keyed.uniform(keyed.derive(key, step), draws) * mass[-1]
+        candidates = torch.searchsorted(mass, drawn, right=True).clamp_(max=sample.shape[0] - 1)
+        left = torch.minimum(closest, distances_from(candidates))
+        best = left.sum(1).argmin()
+        closest = left[best]
+        chosen.append(candidates[best : best + 1])
+    return sample[torch.cat(chosen)].to(torch.float64)
+
+
 def _lloyd(
     shard: _Shard, ids: _Ids, centres: Tensor, comm: Comm, max_iterations: int, tol: float
 ) -> tuple[float, Tensor, int]:
-    """Collective: (inertia of the returned centres, centres float64 [C, D], number of assignment
-    passes).
-    """
+    """Collective: (inertia of the returned centres, centres float64 [C, D], assignment passes)."""
     num_clusters, dim = centres.shape
     previous = math.inf
     for iteration in range(1, max_iterations + 1):
@@ -231,9 +258,8 @@ def _lloyd(
         inertia = float(total)
         empty = (counts == 0).nonzero().squeeze(1)
         offers = _farthest(shard, ids, centres, empty.numel(), comm)
-        is_settled = inertia == 0.0 or (
-            math.isfinite(previous) and previous - inertia <= tol * previous
-        )
+        has_stopped = math.isfinite(previous) and previous - inertia <= tol * previous
+        is_settled = inertia == 0.0 or has_stopped
         if (is_settled and offers.shape[0] == 0) or iteration == max_iterations:
             break
         updated = sums / counts.clamp(min=1.0)[:, None]
@@ -248,10 +274,36 @@ def _lloyd(
     return inertia, centres, iteration
 
 
-def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
-    """Sums, counts and inertia of this rank's rows around their nearest centres, packed: float64
-    [C·(D+1)+1].
+@numba.njit(nogil=True, cache=True, fastmath=_FAST)
+def _add_chunk(
+    rows_nD: Any, score_nC: Any, labels_n: Any, nearest_n: Any, sums_CD: Any, counts_C: Any
+) -> float:
+    """Fill labels (lowest score, ties to the lowest id) and nearest = ‖x‖² + score; add the rows to
+    `sums`, 1 to `counts`; returns Σ nearest.
     """
+    total = 0.0
+    for i in range(rows_nD.shape[0]):
+        lowest = score_nC[i, 0]
+        for c in range(1, score_nC.shape[1]):
+            lowest = min(lowest, score_nC[i, c])
+        label = 0
+        while score_nC[i, label] != lowest:
+            label += 1
+        row, kept = rows_nD[i], sums_CD[label]
+        square = rows_nD.dtype.type(0)
+        for j in range(row.size):
+            square += row[j] * row[j]
+        for j in range(row.size):
+            kept[j] += row[j]
+        labels_n[i] = label
+        nearest_n[i] = max(square + lowest, rows_nD.dtype.type(0))
+        counts_C[label] += 1.0
+        total += nearest_n[i]
+    return total
+
+
+def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
+    """Sums, counts and inertia of this rank's rows, packed: float64 [C·(D+1)+1]."""
     num_clusters, dim = centres.shape
     packed = torch.zeros(num_clusters * (dim + 1) + 1, dtype=torch.float64, device=shard.x.device)
     sums, counts, total = _parts(packed, num_clusters, dim)
@@ -261,7 +313,7 @@ def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
         if rows.device.type == "cpu":
             at = slice(0, rows.shape[0])
             arrays = (rows, score_NC, labels[at], nearest[at], sums, counts)
-            total += add_chunk(*(a.numpy() for a in arrays))
+            total += _add_chunk(*(a.numpy() for a in arrays))
         else:
             lowest, found = score_NC.min(1)
             sums.index_add_(0, found, rows.to(torch.float64))
@@ -272,11 +324,8 @@ def _local_sums(shard: _Shard, centres: Tensor) -> Tensor:
 
 def _parts(packed: Tensor, num_clusters: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the C·(D+1)+1 reduced values: sums [C, D], counts [C], inertia [1]."""
-    return (
-        packed[: num_clusters * dim].view(num_clusters, dim),
-        packed[num_clusters * dim : -1],
-        packed[-1:],
-    )
+    sums = packed[: num_clusters * dim].view(num_clusters, dim)
+    return sums, packed[num_clusters * dim : -1], packed[-1:]
 
 
 def _farthest(shard: _Shard, ids: _Ids, centres: Tensor, num_empty: int, comm: Comm) -> Tensor:
@@ -308,12 +357,9 @@ def _order(distance: Tensor, gids: Tensor) -> Tensor:
 def _count_and_origin(
     x: Tensor, num_clusters: int, comm: Comm, chunk_rows: int
 ) -> tuple[int, Tensor]:
-    """Collective: number of rows on all ranks and the zero point for them, float64 [D]; every rank
-    rejects bad rows alike.
-    """
-    packed = comm.sum(
-        torch.cat([_sums(x, chunk_rows), x.new_full((1,), x.shape[0], dtype=torch.float64)])
-    )
+    """Collective: rows of all ranks and their zero point, float64 [D]; all reject bad rows."""
+    count = x.new_full((1,), x.shape[0], dtype=torch.float64)
+    packed = comm.sum(torch.cat([_sums(x, chunk_rows), count]))
     num_rows = int(packed[-1])
     if not 1 <= num_clusters <= num_rows:
         raise UserError(
@@ -334,18 +380,13 @@ def _sums(x: Tensor, chunk_rows: int) -> Tensor:
     total = torch.zeros(x.shape[1] + 1, dtype=torch.float64, device=x.device)
     for chunk in x.split(chunk_rows):
         total[:-1] += chunk.sum(0, dtype=torch.float64)
-        total[-1] += (
-            torch.linalg.vector_norm(chunk.to(_compute_dtype(x)), dim=1)
-            .square()
-            .sum(dtype=torch.float64)
-        )
+        norms = torch.linalg.vector_norm(chunk.to(_compute_dtype(x)), dim=1)
+        total[-1] += norms.square().sum(dtype=torch.float64)
     return total
 
 
 def _origin(means: Tensor, x: Tensor) -> Tensor:
-    """The mean of the rows, rounded to the compute type; zero where it is no farther from zero than
-    the rows are from it.
-    """
+    """The mean of the rows in the compute type; 0 where the rows are no nearer to it than to 0."""
     mean, square = means[:-1].to(_compute_dtype(x)).to(torch.float64), means[-1]
     is_near = mean.square().sum() <= square - mean.square().sum()
     return torch.where(is_near, torch.zeros_like(mean), mean)
@@ -357,9 +398,3 @@ def _squared_distance(rows: Tensor, score: Tensor) -> Tensor:
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _first_gid(x: Tensor, comm: Comm) -> int:
-    """Collective: the number of rows on lower ranks."""
-    sizes = comm.gather_rows(torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device))
-    return int(sizes[: comm.rank].sum())

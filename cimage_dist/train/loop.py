@@ -24,11 +24,7 @@ from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.model import CimageModel
 from cimage_dist.train.initial import LabelSet, initial_labels
 from cimage_dist.train.progress import Meter
-from cimage_dist.train.refresh import (
-    Embedder,
-    Refresher,
-    random_scores,
-)
+from cimage_dist.train.refresh import Embedder, Refresher, random_scores
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import objective
 from cimage_dist.train.trainer import Trainer

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.ci import random_half, score_features
 from cimage_dist.ci.diagnostics import describe_partition, overlap
 from cimage_dist.ci.hsic import HsicStats, averaged, block_statistics, conditional_statistics
 from cimage_dist.ci.partition import choose_partition, refusal
@@ -24,7 +25,6 @@ from cimage_dist.ci.pseudolabels import (
     select_confident,
     smallest_per_group,
 )
-from cimage_dist.ci.scores import random_half, score_features
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError

@@ -14,13 +14,12 @@ import torch
 
 import cimage_dist
 from cimage_dist import baselines
+from cimage_dist import comparison as comparing
 from cimage_dist.baselines import Fitted, autoencoders
 from cimage_dist.cli.main import main
-from cimage_dist.comparison import run as comparing
+from cimage_dist.comparison import compare
 from cimage_dist.comparison.cell import Cell, in_this_process, method_graph
-from cimage_dist.comparison.run import compare
-from cimage_dist.comparison.summary import summarise
-from cimage_dist.comparison.table import as_text
+from cimage_dist.comparison.summary import as_text, summarise
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cimage_dist.ci import factor_scores, random_half, score_features
 from cimage_dist.ci.hsic import HsicStats, block_statistics, conditional_statistics
 from cimage_dist.ci.partition import choose_partition
-from cimage_dist.ci.scores import factor_scores, random_half, score_features
 from cimage_dist.errors import UserError
 from cimage_dist.types import CIScores
 from tests.ci.test_selection import planted

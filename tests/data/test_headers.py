@@ -14,7 +14,7 @@ import pytest
 
 from cimage_dist.config import DataConfig
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.sources.headers import has_header
+from cimage_dist.data.sources.tables import has_header
 from cimage_dist.errors import UserError
 from tests.data.test_ids import Write, folder
 

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 
 from cimage_dist.config import DataConfig
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.sources import raw, rows
+from cimage_dist.data.sources import own, raw
 
 EDGES = np.array([[0, 1], [1, 2], [2, 3], [3, 0], [2, 0], [2, 2], [0, 1]])
 X = np.array([[0.5, 0, 1], [0, 2, 0], [1, 1, 1], [0, 0, 0], [3, 0, 0]], dtype=np.float32)
@@ -102,7 +102,7 @@ def test_edges(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FEATURE_FILES)
 def test_features(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (raw, rows):
+    for module in (raw, own):
         monkeypatch.setattr(module, "CHUNK_VALUES", 6)  # two rows at a time
     graph = open_graph(config(tmp_path, features=(name, FEATURE_FILES[name])))
     np.testing.assert_array_equal(graph.x, X)

@@ -22,10 +22,9 @@ from torch_geometric.utils import coalesce, remove_self_loops, to_undirected
 
 from cimage_dist.config import DataConfig, SbmConfig
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.sources import SOURCES, generated
 from cimage_dist.data.sources import raw as raw_module
-from cimage_dist.data.sources import sbm as sbm_module
-from cimage_dist.data.sources.planetoid import read_pickle
-from cimage_dist.data.sources.registry import SOURCES
+from cimage_dist.data.sources.published import read_pickle
 from cimage_dist.data.splits import node_split
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
@@ -142,8 +141,8 @@ def test_sbm_does_not_depend_on_how_much_is_asked_of_a_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several chunks: every row and edge is there once."""
-    monkeypatch.setattr(sbm_module, "_CHUNK_ROWS", 64)
-    monkeypatch.setattr(sbm_module, "_CHUNK_EDGES", 100)
+    monkeypatch.setattr(generated, "_CHUNK_ROWS", 64)
+    monkeypatch.setattr(generated, "_CHUNK_EDGES", 100)
     graph = sbm_graph(tmp_path, num_nodes=500, avg_degree=6)
     assert graph.manifest["statistics"]["edges_read"] == 1_500
     assert len(np.unique(np.asarray(graph.x), axis=0)) == 500
@@ -329,7 +328,7 @@ def test_ogb_csv_layout(tmp_path: Path, name: str, split: str) -> None:
 def test_papers100m_layout_is_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool, order: str
 ) -> None:
-    from cimage_dist.data.sources import npz
+    from cimage_dist.data.sources import raw as npz
 
     monkeypatch.setattr(npz, "CHUNK_EDGES", 11)
     monkeypatch.setattr(npz, "CHUNK_VALUES", 13)
@@ -460,25 +459,25 @@ def test_ogb_archive_is_unpacked_without_a_question(
     pytest.importorskip("ogb", reason="the extra `ogb` is not installed")
     import zipfile
 
-    from cimage_dist.data.sources.ogb import DATASETS, _fetch
+    from cimage_dist.data.sources.published import OGB, fetch_ogb
 
     def fake(url: str, folder: str, log: bool) -> str:
         assert url.endswith("arxiv.zip")
         path = Path(folder) / "arxiv.zip"
         with zipfile.ZipFile(path, "w") as archive:
-            for name in DATASETS["ogbn-arxiv"].files:
+            for name in OGB["ogbn-arxiv"].files:
                 archive.writestr(f"arxiv/{name}", name)
         return str(path)
 
     monkeypatch.setattr("ogb.utils.url.download_url", fake)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
-    dataset = DATASETS["ogbn-arxiv"]
+    dataset = OGB["ogbn-arxiv"]
     data = DataConfig(
         name="ogbn-arxiv",
         normalize="source",
         root=str(tmp_path),
         store_dir=str(tmp_path / "stores"),
     )
-    folder = raw_module.find_raw(data, dataset.folder, dataset.files, _fetch(dataset))
+    folder = raw_module.find_raw(data, dataset.folder, dataset.files, fetch_ogb(dataset))
     assert all((folder / name).read_text() == name for name in dataset.files)
     assert [p.name for p in folder.parent.iterdir()] == ["ogbn_arxiv"]

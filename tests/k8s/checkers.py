@@ -15,7 +15,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from cimage_dist.deploy.manifests import (
+from cimage_dist.deploy import (
     GPU,
     Document,
     cluster_spec,

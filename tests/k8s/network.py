@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cimage_dist.deploy.manifests import Document, of_kind
+from cimage_dist.deploy import Document, of_kind
 
 DASHBOARD, METRICS, SOME_PORT = 8265, 8080, 40_123
 

@@ -12,8 +12,16 @@ import pytest
 from cimage_dist.cli.common import config_for, split_settings
 from cimage_dist.cli.main import main
 from cimage_dist.cli.main import parse as parse_line
-from cimage_dist.deploy.manifests import cluster_spec, containers, number, of_kind, parse, templates
-from cimage_dist.deploy.render import Request, fit
+from cimage_dist.deploy import (
+    Request,
+    cluster_spec,
+    containers,
+    fit,
+    number,
+    of_kind,
+    parse,
+    templates,
+)
 from tests.k8s.checkers import (
     ROOT,
     all_problems,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cimage_dist.deploy.manifests import of_kind
+from cimage_dist.deploy import of_kind
 from tests.k8s.checkers import (
     ROOT,
     built,

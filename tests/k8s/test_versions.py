@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from cimage_dist import __version__
-from cimage_dist.deploy.manifests import cluster_spec, containers, templates
+from cimage_dist.deploy import cluster_spec, containers, templates
 from tests.k8s.checkers import ROOT, built, needs_kubectl, pinned, workload
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cimage_dist.cli import jobs as verbs
+from cimage_dist.cli import remote as verbs
 from cimage_dist.cli.common import config_of
 from cimage_dist.cli.main import FAMILIES, main, parse
 from cimage_dist.config import run_dir

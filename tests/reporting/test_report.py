@@ -12,12 +12,7 @@ from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.errors import UserError
 from cimage_dist.io.artifacts import RunDir, read_metrics, write_json, write_text
-from cimage_dist.reporting.terminal import (
-    footnotes,
-    print_scores,
-    score_table,
-    write_report,
-)
+from cimage_dist.reporting.terminal import footnotes, print_scores, score_table, write_report
 
 FEW = {"2": {"mean": 80.04, "std": 1.26, "scores": [79.0, 81.0, 80.1]}}
 RESULT: dict[str, Any] = {

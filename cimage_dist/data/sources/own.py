@@ -14,18 +14,29 @@ Node ids are integers of 64 bits or text. Tables with an id column are joined by
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cimage_dist.config import DataConfig
 from cimage_dist.data.checks import Array, check_ids
-from cimage_dist.data.ids import NodeIds
-from cimage_dist.data.sources import npz, tables
-from cimage_dist.data.sources.edges import open_edges
-from cimage_dist.data.sources.join import in_node_order, join
-from cimage_dist.data.sources.raw import RawGraph, Source
-from cimage_dist.data.sources.rows import read_features, read_ids_file, read_values
+from cimage_dist.data.ids import NodeIds, alike, read_ids
+from cimage_dist.data.sources import tables
+from cimage_dist.data.sources.edges import NodeRows, in_node_order, join, open_edges
+from cimage_dist.data.sources.raw import (
+    CHUNK_EDGES,
+    CHUNK_VALUES,
+    RawGraph,
+    Source,
+    load_sparse,
+    member_shape,
+    open_npz,
+    read_member,
+    row_chunks,
+    stream_rows,
+)
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 
@@ -81,13 +92,168 @@ def revision_of(path: Path) -> int:
     return 1 if kinds & {*tables.TEXT, "parquet"} else 0
 
 
+def _id_column(table: tables.Table, data: DataConfig) -> int | None:
+    asked = data.columns.get("id")
+    found = None if asked is None or table.width < 2 else table.named(asked)
+    found = table.find(tables.ID_NAMES) if found is None else found
+    return table.index() if found is None else found
+
+
+def _ids_of(table: tables.Table, column: int, blank: bool = False) -> Any:
+    import pyarrow as pa
+
+    parts, seen = [], 0
+    for (values,) in table.chunks([column], CHUNK_EDGES, ids=[column], blank=blank):
+        parts.append(read_ids(values, str(table.path), seen))
+        seen += len(values)
+    return pa.concat_arrays(alike(parts)) if parts else pa.array([], pa.int64())
+
+
+def read_ids_file(path: Path, data: DataConfig, num_nodes: int | None) -> Any:
+    """The id of each row, an arrow array: the id column, or the only one."""
+    if tables.kind_of(path) == "npy":
+        return read_ids(np.asarray(tables.load_npy(path)), str(path))
+    table = tables.open_table(
+        path,
+        "ids",
+        data.header,
+        tables.ID_NAMES,
+        lambda plain: False if num_nodes == plain.num_rows() else None,
+    )
+    column = 0 if table.width == 1 else _id_column(table, data)
+    if column is None:
+        raise UserError(f"{path} must have one column, the id of each row. {table.describe()}.")
+    return _ids_of(table, column)
+
+
+def read_features(path: Path, data: DataConfig) -> NodeRows:
+    kind = tables.kind_of(path)
+    if kind == "npy":
+        count, chunks = tables.npy_matrix(path)
+        return NodeRows(path, count, chunks=chunks)
+    if kind == "npz":
+        with open_npz(path) as archive:
+            members = archive.files
+        if "format" in members and "shape" in members:
+            matrix = load_sparse(path)
+            return NodeRows(path, matrix.shape[0], chunks=lambda: row_chunks(matrix))
+        key = "x" if "x" in members else "features"
+        shape = member_shape(path, key)
+        return NodeRows(path, shape[0] if shape else 0, chunks=lambda: stream_rows(path, key))
+    asked = {data.columns["id"].lower()} if "id" in data.columns else set()
+    known = {*tables.ID_NAMES, *tables.LABEL_NAMES, *(asked - set("0123456789"))}
+    table = tables.open_table(path, "features", data.header, known)
+    column = _id_column(table, data)
+    label = table.find(tables.LABEL_NAMES)
+    if label is not None:
+        raise UserError(
+            f"{path}: the column {table.label_of(label)!r} looks like labels, which training must "
+            "not see. Move it with the ids to labels.csv (splits.csv), or rename it to keep it as "
+            "a feature."
+        )
+    if "id" in data.columns and column is None and table.names:
+        raise UserError(
+            f"{path} has no column {data.columns['id']!r} (data.columns.id). {table.describe()}."
+        )
+    used = [j for j in range(table.width) if j != column]
+    if not used:
+        raise UserError(f"{path} has an id column and no features. {table.describe()}.")
+    ids = None if column is None else _ids_of(table, column)
+    step = max(1, CHUNK_VALUES // table.width)
+
+    def rows() -> Iterator[Array]:
+        for columns in table.chunks(used, step):
+            yield tables.numbers(columns, table, used)
+
+    return NodeRows(path, table.num_rows() if ids is None else len(ids), ids, rows)
+
+
+def read_values(
+    path: Path, role: str, data: DataConfig, num_nodes: int | None, nodes: NodeIds | None
+) -> NodeRows:
+    """A value per node, in node order or with an id column."""
+    import pandas as pd
+
+    if tables.kind_of(path) == "npy":
+        values = np.asarray(tables.load_npy(path))
+        return NodeRows(path, len(values) if values.ndim else 0, values=values)
+    if tables.kind_of(path) == "npz":
+        with open_npz(path) as archive:
+            key = "labels" if "labels" in archive.files else "y"
+            values = read_member(archive, key, path)
+        return NodeRows(path, len(values) if values.ndim else 0, values=values)
+    names = (data.columns.get(role.removesuffix("s"), ""), *tables.LABEL_NAMES)
+    table = tables.open_table(
+        path,
+        role,
+        data.header,
+        {*tables.ID_NAMES, *(name.lower() for name in names if not name.isdigit())} - {""},
+        lambda plain: _decide_values(plain, num_nodes, nodes),
+    )
+    column = _id_column(table, data)
+    asked = data.columns.get(role.removesuffix("s"))
+    value = table.find(tables.LABEL_NAMES) if asked is None else table.named(asked)
+    if asked is not None and value is None and table.names:
+        raise UserError(
+            f"{path} has no column {asked!r} (data.columns.{role.removesuffix('s')}). "
+            f"{table.describe()}."
+        )
+    if table.width == 1:
+        column, value = None, 0
+    elif table.width == 2:
+        column = (0 if value != 0 else 1) if column is None else column
+        value = 1 - column
+    if value is None or (column is None and table.width > 2):
+        raise UserError(
+            f"{path} must have one column (a value per node, in node order), two (node id, value) "
+            f"or names for them (id, {role.removesuffix('s')}); it has {table.width}. "
+            f"{table.describe()}. Name them, or say data.columns.id=... and "
+            f"data.columns.{role.removesuffix('s')}=...."
+        )
+    ids = None if column is None else _ids_of(table, column)
+    parts = [
+        pd.Series(part.to_pandas() if hasattr(part, "null_count") else part)
+        for (part,) in table.chunks([value], CHUNK_EDGES, blank=column is None)
+    ]
+    values = pd.concat(parts).to_numpy() if parts else np.zeros(0)
+    ignored = [table.label_of(j) for j in range(table.width) if j not in (column, value)]
+    return NodeRows(path, len(values), ids, values=values, ignored=ignored)
+
+
+def _decide_values(
+    table: tables.Table, num_nodes: int | None, nodes: NodeIds | None
+) -> bool | None:
+    """Whether an open first line names the columns: by the number of nodes, by an id that may come
+    once only, or by a class that comes again.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    first = table.lines[0][0]
+    if table.width == 1:
+        # One row too many is a header or a mistake; other numbers are reported as such later.
+        if num_nodes is not None and table.num_rows(blank=True) != num_nodes + 1:
+            return False
+        if tables.is_number(first):
+            return None
+    found = _ids_of(table, 0, blank=table.width == 1).cast(pa.large_string())
+    again = pc.index(found[1:], first).as_py() >= 0
+    if table.width == 1:
+        return False if again else True if num_nodes is not None else None
+    if again:
+        return True
+    if nodes is not None and not tables.looks_numbered(table.lines[0]):
+        return bool(pc.index(nodes.values.cast(pa.large_string()), first).as_py() < 0)
+    return False if num_nodes is not None and len(found) == num_nodes else None
+
+
 def _splits(
     path: Path, data: DataConfig, num_nodes: int, nodes: NodeIds | None, is_ordered: bool
 ) -> dict[str, Array]:
     kind = tables.kind_of(path)
     if kind == "npz":
-        with npz.open_npz(path) as archive:
-            given = {name: npz.read_member(archive, name, path) for name in archive.files}
+        with open_npz(path) as archive:
+            given = {name: read_member(archive, name, path) for name in archive.files}
     elif kind == "json":
         content = artifacts.read_json(path, "Splits file")
         given = (

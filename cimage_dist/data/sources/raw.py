@@ -1,10 +1,15 @@
-"""What a source hands over, and where raw files are found."""
+"""What a source hands over, where raw files are found, and arrays inside .npz archives, whole or
+streamed, never with pickles.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,10 +105,8 @@ def find_raw(
             return root / folder
     target = roots[-1] / folder
     expected = f"Expected {', '.join(names)} in {' or '.join(str(root / folder) for root in roots)}"
-    how = (
-        f"Put the files there, or point {ROOT_VARIABLE} (or data.root) at a folder that has "
-        f"{folder}/."
-    )
+    where = f"point {ROOT_VARIABLE} (or data.root) at a folder that has {folder}/"
+    how = f"Put the files there, or {where}."
     if fetch is None:
         raise UserError(f"Raw files of {data.name!r} not found. {expected}. {how}")
     patience = socket.getdefaulttimeout()
@@ -115,9 +118,8 @@ def find_raw(
                 fetch(name, target)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # network libraries raise many types; all mean that the file could not be had
+    # Network libraries raise many types; all mean that the file could not be had.
+    except Exception as error:
         raise UserError(
             f"Raw files of {data.name!r} are not here and the download failed "
             f"({type(error).__name__}: {error}). {expected}. {how}"
@@ -145,3 +147,115 @@ def fetch_pyg(dataset: str) -> Callable[[str, Path], None]:
             (into / partial).unlink(missing_ok=True)
 
     return fetch
+
+
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns whatever a damaged archive raises into one sentence that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist.") from None
+    except _BROKEN as error:
+        raise UserError(
+            f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); "
+            "it is truncated, damaged or not the format its name says. Replace it."
+        ) from None
+
+
+@contextmanager
+def open_npz(path: Path) -> Iterator[Any]:
+    with readable(path), np.load(path, allow_pickle=False) as archive:
+        if not hasattr(archive, "files"):
+            raise UserError(f"{path} is not an .npz archive.")
+        yield archive
+
+
+def read_member(archive: Any, key: str, path: Path) -> Array:
+    if key not in archive.files:
+        raise _no_member(path, key, archive.files)
+    with readable(path):
+        return np.asarray(archive[key])
+
+
+def load_sparse(path: Path) -> Any:
+    """A scipy sparse matrix in csr form, its indices checked."""
+    from scipy.sparse import load_npz
+
+    with readable(path):
+        matrix = load_npz(path).tocsr()
+        matrix.check_format(full_check=True)
+    return matrix
+
+
+def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version, form = np.lib.format.read_magic(file), np.lib.format
+    read = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("arrays of Python objects are not accepted")
+    return shape, fortran, dtype
+
+
+def _no_member(path: Path, key: str, names: list[str]) -> UserError:
+    return UserError(f"{path} has no array {key!r}; it holds {', '.join(names) or 'nothing'}.")
+
+
+@contextmanager
+def _open_member(path: Path, key: str) -> Iterator[tuple[Any, ...]]:
+    """(archive, file at the first value, shape, whether in column order, dtype) of an array."""
+    with readable(path), zipfile.ZipFile(path) as archive:
+        if f"{key}.npy" not in archive.namelist():
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            raise _no_member(path, key, names)
+        with archive.open(f"{key}.npy") as file:
+            yield archive, file, *_header(file)
+
+
+def member_shape(path: Path, key: str) -> tuple[int, ...]:
+    with _open_member(path, key) as (_, _, shape, _, _):
+        return shape
+
+
+def _read(file: Any, count: int, dtype: np.dtype[Any]) -> Array:
+    content = file.read(count * dtype.itemsize)
+    if len(content) != count * dtype.itemsize:
+        raise EOFError("the array ends too early")
+    return np.frombuffer(content, dtype=dtype)
+
+
+def stream_rows(path: Path, key: str) -> Iterator[Array]:
+    """Row chunks of a two-dimensional member, decompressed as they are needed."""
+    with _open_member(path, key) as (_, file, shape, fortran, dtype):
+        if len(shape) != 2 or (fortran and min(shape) > 1):
+            raise UserError(
+                f"{path}: array {key!r} must be a table stored row by row; it has shape "
+                f"{shape}{' in column order' if fortran else ''}."
+            )
+        step = max(1, CHUNK_VALUES // max(1, shape[1]))
+        for start in range(0, shape[0], step):
+            rows = min(step, shape[0] - start)
+            yield _read(file, rows * shape[1], dtype).reshape(rows, shape[1])
+
+
+def stream_edges(path: Path, key: str) -> Iterator[tuple[Array, Array]]:
+    """Chunks of a [2, E] member. In row order the sources come first and the targets half a file
+    later: two readers, one ahead.
+    """
+    with _open_member(path, key) as (archive, sources, shape, fortran, dtype):
+        if len(shape) != 2 or shape[0] != 2:
+            raise UserError(f"{path}: array {key!r} must have shape [2, edges]; it has {shape}.")
+        sizes = [min(CHUNK_EDGES, shape[1] - start) for start in range(0, shape[1], CHUNK_EDGES)]
+        if fortran:
+            for size in sizes:
+                pairs = _read(sources, 2 * size, dtype).reshape(size, 2)
+                yield pairs[:, 0], pairs[:, 1]
+            return
+        with archive.open(f"{key}.npy") as targets:
+            _header(targets)
+            targets.seek(shape[1] * dtype.itemsize, 1)
+            for size in sizes:
+                yield _read(sources, size, dtype), _read(targets, size, dtype)

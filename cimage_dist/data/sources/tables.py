@@ -1,4 +1,7 @@
-"""Text, parquet and npy tables read in chunks, their columns by name."""
+"""Text, parquet and npy tables read in chunks, their columns by name.
+
+Whether the first line of a text table names its columns: doubt is an error, never a guess.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ import gzip
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cimage_dist.data.checks import Array
-from cimage_dist.data.sources import headers
-from cimage_dist.data.sources.npz import readable
-from cimage_dist.data.sources.raw import row_chunks
+from cimage_dist.data.sources.raw import readable, row_chunks
 from cimage_dist.errors import UserError
 
+Lines = Sequence[Sequence[str]]
 TEXT = ("csv", "tsv", "txt")
 ENDS = (("source", "target"), ("src", "dst"), ("u", "v"), ("from", "to"), ("row", "col"))
 INDEX = "__index_level_0__"  # how pandas writes an index without a name into parquet
@@ -28,6 +30,60 @@ _SAMPLE = 100  # lines looked at before a table is read
 _SEPARATORS = {"csv": ",", "tsv": "\t"}
 # Cells that mean "no value" in a column of numbers or classes; an id may be any word.
 _MISSING = ["", "NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "null", "NULL", "None"]
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def looks_numbered(line: Sequence[str]) -> bool:
+    """Whether a line is 0, 1, 2, ...: the names pandas gives to columns without names."""
+    return list(line) == [str(i) for i in range(len(line))]
+
+
+def has_header(lines: Lines, known: Collection[str]) -> bool | None:
+    """From the first lines; None: they leave it open. `known` are names a header might use."""
+    first, rest = lines[0], lines[1:]
+    if any(cell.lower() in known for cell in first if cell):
+        return True
+    if first[0] == "" and len(first) > 1 and looks_numbered(first[1:]):
+        return True  # pandas wrote its index too
+    columns = [[line[j] for line in rest if line[j]] for j in range(len(first))]
+    numeric = [bool(cells) and all(map(is_number, cells)) for cells in columns]
+    if any(
+        cell and not is_number(cell) and all_numbers
+        for cell, all_numbers in zip(first, numeric, strict=True)
+    ):
+        return True
+    # Columns of text (ids, class names) say nothing; those of numbers do.
+    cells = [cell for cell, numbers in zip(first, numeric, strict=True) if numbers] or first
+    if not all(is_number(cell) for cell in cells if cell):
+        return None
+    named = sum(1 for _ in takewhile(lambda cell: not is_number(cell), first))
+    if not looks_numbered(first[named:]):
+        return False
+    # Whole numbers over a column of fractions: 0,1,2 is then no row of the table.
+    has_fractions = any(found and not any(map(_is_whole, found)) for found in columns)
+    return True if has_fractions and len(cells) > 2 else None
+
+
+def _is_whole(text: str) -> bool:
+    return text.lstrip("-").isdigit()
+
+
+def show(lines: Lines) -> str:
+    return " | ".join(",".join(line) for line in lines[:3])
+
+
+def doubt(path: Path, lines: Lines, role: str) -> UserError:
+    return UserError(
+        f"{path}: the first line may name the columns or be data. First lines: {show(lines)}. Say "
+        f"which: data.header.{role}=present or data.header.{role}=absent."
+    )
 
 
 def kind_of(path: Path) -> str:
@@ -57,12 +113,8 @@ def text_frames(path: Path, rows: int, **options: Any) -> Iterator[Any]:
     import pandas as pd
 
     separator = _SEPARATORS.get(kind_of(path), r"\s+")
-    with (
-        readable_table(path),
-        pd.read_csv(
-            path, sep=separator, header=None, chunksize=rows, low_memory=False, **options
-        ) as reader,
-    ):
+    options |= {"sep": separator, "header": None, "chunksize": rows, "low_memory": False}
+    with readable_table(path), pd.read_csv(path, **options) as reader:
         yield from reader
 
 
@@ -94,7 +146,7 @@ class Table:
         return 0 if self.names and self.width > 1 and self.names[0] == "" else None
 
     def describe(self) -> str:
-        shown = headers.show([list(self.names)] if self.names else self.lines)
+        shown = show([list(self.names)] if self.names else self.lines)
         return f"{'Columns' if self.names else 'First lines'}: {shown}"
 
     def label_of(self, column: int) -> str:
@@ -171,10 +223,10 @@ def open_table(
     if role in header:
         is_named: bool | None = header[role] == "present"
     else:
-        is_named = headers.has_header(lines, known)
+        is_named = has_header(lines, known)
         is_named = decide(plain) if is_named is None else is_named
     if is_named is None:
-        raise headers.doubt(path, lines, role)
+        raise doubt(path, lines, role)
     return Table(path, width, tuple(lines[0]), lines, skip + 1) if is_named else plain
 
 
@@ -230,11 +282,8 @@ def numbers(columns: Sequence[Any], table: Table, positions: Sequence[int]) -> A
     """
     out = []
     for values, position in zip(columns, positions, strict=True):
-        column = (
-            values.to_numpy(zero_copy_only=False)
-            if hasattr(values, "null_count")
-            else values.to_numpy()
-        )
+        is_arrow = hasattr(values, "null_count")
+        column = values.to_numpy(zero_copy_only=False) if is_arrow else values.to_numpy()
         if column.dtype.kind not in "iufb":
             try:
                 column = column.astype(np.float64)
