@@ -38,14 +38,14 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: int) -> Tensor:
-        from cimage_dist.nn.kernels.cpu.dropout import drop
+        from cimage_dist.nn.kernels.cpu.messages import drop
 
         ctx.p, ctx.key = p, key
         return drop(x, p, key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from cimage_dist.nn.kernels.cpu.dropout import drop
+        from cimage_dist.nn.kernels.cpu.messages import drop
 
         return drop(grads[0], ctx.p, ctx.key), None, None
 

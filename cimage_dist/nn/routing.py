@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cimage_dist.errors import UserError
-from cimage_dist.nn.kernels.routing_op import EPS, Routing, is_fused, route_op
+from cimage_dist.nn.kernels import EPS, Routing, is_fused, route_op
 from cimage_dist.types import EdgeList
 
 Backend = Literal["auto", "fused", "reference"]

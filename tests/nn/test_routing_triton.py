@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from cimage_dist.nn.kernels.routing_op import Routing
+from cimage_dist.nn.kernels import Routing
 from cimage_dist.nn.kernels.triton import routing as routing_triton
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

@@ -10,6 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from cimage_dist.nn.kernels.cpu import run_parts
 from cimage_dist.nn.kernels.cpu.loops import add_neighbour_grad, fill, normalise, normalise_grad
 from cimage_dist.nn.kernels.cpu.passes import (
     GROUP,
@@ -20,7 +21,6 @@ from cimage_dist.nn.kernels.cpu.passes import (
     messages_of,
 )
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
-from cimage_dist.nn.kernels.cpu.threads import run_parts
 
 # messages per block: fixed, so that sums have the same order whatever the number of threads
 BLOCK = 512

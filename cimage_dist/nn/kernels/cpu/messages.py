@@ -1,4 +1,4 @@
-"""Sums along messages on the CPU, compiled: torch's index_add takes several times as long there."""
+"""Sums along messages on the CPU (torch's index_add takes several times as long there), and dropout."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from torch import Tensor
 
-from cimage_dist.nn.kernels.cpu.threads import num_parts, run_parts
+from cimage_dist.nn.kernels.cpu import num_parts, run_parts
+from cimage_dist.nn.kernels.cpu.simd import LANES, keep_mask, load, multiply, pointer, spread, store
 
 
 @numba.njit(cache=True, nogil=True)
@@ -52,20 +54,40 @@ def add_messages(
     indptr, order = by_target
     parts = num_parts()
     # Shares of about equal load: a target costs as much as a message.
-    load = indptr + np.arange(indptr.size)
-    bounds = np.searchsorted(load, load[-1] * np.arange(parts + 1) // parts)
+    loads = indptr + np.arange(indptr.size)
+    bounds = np.searchsorted(loads, loads[-1] * np.arange(parts + 1) // parts)
     bounds[-1] = out_TD.shape[0]
-    run_parts(
-        partial(
-            _sum_rows,
-            out_TD.numpy(),
-            indptr,
-            order,
-            x_ND.contiguous().numpy(),
-            by.numpy(),
-            weight.contiguous().numpy(),
-            bounds,
-        ),
-        parts,
-    )
+    out, x, weights = out_TD.numpy(), x_ND.contiguous().numpy(), weight.contiguous().numpy()
+    work = partial(_sum_rows, out, indptr, order, x, by.numpy(), weights, bounds)
+    run_parts(work, parts)
     return out_TD
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _drop(
+    x: Any, out: Any, low: Any, high: Any, threshold: Any, scale: float, parts: int, part: int
+) -> None:
+    """out[i] = scale·x[i] where hash(key, i) >= threshold, else 0, for a part of the positions."""
+    source, target, factor = pointer(x), pointer(out), spread(pointer(x), scale)
+    vectors = x.size // LANES
+    for i in range(vectors * part // parts * LANES, vectors * (part + 1) // parts * LANES, LANES):
+        kept = multiply(factor, keep_mask(source, np.uint64(i), low, high, threshold))
+        store(target, i, multiply(kept, load(source, i)))
+    if part == parts - 1 and vectors * LANES < x.size:
+        rest = np.zeros(LANES, x.dtype)
+        kept = keep_mask(source, np.uint64(vectors * LANES), low, high, threshold)
+        store(pointer(rest), 0, multiply(factor, kept))
+        for i in range(vectors * LANES, x.size):
+            out[i] = rest[i - vectors * LANES] * x[i]
+
+
+def drop(x: Tensor, p: float, key: int) -> Tensor:
+    """x·m/(1-p) with m a function of (key, position)."""
+    source = x.detach().contiguous()
+    out = torch.empty_like(source)
+    flat, target = source.view(-1).numpy(), out.view(-1).numpy()
+    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    threshold, scale = np.uint32(min(round(p * 2**32), 2**32 - 1)), 1.0 / (1.0 - p)
+    parts = num_parts()
+    run_parts(partial(_drop, flat, target, low, high, threshold, scale, parts), parts)
+    return out

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cimage_dist.nn.kernels import Routing
+from cimage_dist.nn.kernels.cpu import num_parts, run_parts
 from cimage_dist.nn.kernels.cpu.hub import hub_backward, hub_forward
-from cimage_dist.nn.kernels.cpu.layout import aligned, pack, turn, unpack_grad
 from cimage_dist.nn.kernels.cpu.loops import (
     add_neighbour_grad,
     add_row,
@@ -32,12 +33,14 @@ from cimage_dist.nn.kernels.cpu.passes import (
     GROUP,
     Problem,
     add_messages,
+    aligned,
     back_messages,
     messages_of,
+    pack,
+    turn,
+    unpack_grad,
 )
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
-from cimage_dist.nn.kernels.cpu.threads import num_parts, run_parts
-from cimage_dist.nn.kernels.routing_op import Routing
 
 HUB_MESSAGES = 4096  # a target with more is a hub
 GRADIENT_BYTES = (

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist.nn.kernels.routing_op import EPS, Routing
+from cimage_dist.nn.kernels import EPS, Routing
 
 _HUB_DEGREE = 1024  # a target of more messages is a hub
 _HUB_PARTS = 64  # programs per hub and round
@@ -168,7 +168,7 @@ class _Grads:
 @cache
 def _kernels() -> Any:
     """All programs by name. Not imported at the top: they import triton."""
-    names = ("programs", "grad_programs", "hub_programs")
+    names = ("programs", "grad_programs")
     parts = [import_module(f"cimage_dist.nn.kernels.triton.{name}") for name in names]
     return SimpleNamespace(**{key: value for part in parts for key, value in vars(part).items()})
 
