@@ -227,8 +227,7 @@ def do_show(args: argparse.Namespace) -> Any:
     if args.keys:
         return {"keys": show_keys(not args.json)}
     if args.plan:
-        from cimage_dist.planning.make import make_plan
-        from cimage_dist.planning.report import print_plan
+        from cimage_dist.planning import make_plan, print_plan
 
         plan = make_plan(config_of(args), args.memory)
         if not args.json:

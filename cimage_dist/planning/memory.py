@@ -26,22 +26,14 @@ from cimage_dist.train.initial import method_for
 _FEW_EDGES = 64
 _UNKNOWN_CLUSTERS = 20
 _MANY_VALUES = 10**9
-WHOLE_FEATURES = (
-    "rdgae",
-    "dinknet",
-    "propagated",
-)  # ways to initial labels that read all features at once
+# Ways to initial labels that read all features at once.
+WHOLE_FEATURES = ("rdgae", "dinknet", "propagated")
 
 
 def num_clusters(cfg: Config, size: GraphSize) -> int:
-    """As `train/initial.py` counts them; where they are to be estimated from the graph, a number of
-    the usual order.
-    """
-    return cfg.cluster.num_clusters or (
-        size.classes
-        if cfg.cluster.num_clusters is None and size.classes >= 2
-        else _UNKNOWN_CLUSTERS
-    )
+    """As `train/initial.py` counts them; a number of the usual order where the graph decides."""
+    is_by_classes = cfg.cluster.num_clusters is None and size.classes >= 2
+    return cfg.cluster.num_clusters or (size.classes if is_by_classes else _UNKNOWN_CLUSTERS)
 
 
 def check(cfg: Config, size: GraphSize, edges: int) -> None:
@@ -142,11 +134,8 @@ def advice(cfg: Config, size: GraphSize) -> list[str]:
                 f"({2 * cfg.ci.block_size * clusters:,})."
             )
         method = method_for(cfg.cluster.init, size.nodes)
-        if (
-            method in WHOLE_FEATURES
-            and cfg.data.feature_dtype == "float16"
-            and size.nodes * size.features > _MANY_VALUES
-        ):
+        is_half = cfg.data.feature_dtype == "float16"
+        if method in WHOLE_FEATURES and is_half and size.nodes * size.features > _MANY_VALUES:
             found.append(
                 f"cluster.init={method} converts all features in every worker's memory: make "
                 "the labels once with `cimage cluster` and set cluster.from."
@@ -197,47 +186,27 @@ class Memory:
 def estimate(
     cfg: Config, size: GraphSize, edges: int, rows: Rows, played: Played, use_cuda: bool
 ) -> Memory:
+    numbers, kept = 4 * played.parameters, played.kept
+    buckets = numbers if cfg.resources.num_workers > 1 else 0
+    batch = cfg.train.accumulate * played.batch.at(rows)
+    working = WORKING_COPIES * kept.widest_at(rows)
+    held_out = 8 * (size.nodes + 1) + 4 * edges if cfg.data.holdout_edges == "link" else 0
     parts = [
         Part("weights and buffers", "device", "always", played.model_bytes),
-        Part("gradients", "device", "always", 4 * played.parameters),
-        Part("Adam's two moments", "device", "always", 8 * played.parameters),
-        Part(
-            "gradient buckets",
-            "device",
-            "always",
-            4 * played.parameters if cfg.resources.num_workers > 1 else 0,
-        ),
+        Part("gradients", "device", "always", numbers),
+        Part("Adam's two moments", "device", "always", 2 * numbers),
+        Part("gradient buckets", "device", "always", buckets),
         Part("CUDA context and NCCL (assumed)", "device", "always", CUDA_BYTES if use_cuda else 0),
-        Part(
-            "batch: features, messages, pairs",
-            "device",
-            "step",
-            cfg.train.accumulate * played.batch.at(rows),
-        ),
-        Part("activations kept for backward", "device", "step", played.kept.at(rows)),
-        Part(
-            "working copies of both passes (assumed)",
-            "device",
-            "step",
-            WORKING_COPIES * played.kept.widest_at(rows),
-        ),
+        Part("batch: features, messages, pairs", "device", "step", batch),
+        Part("activations kept for backward", "device", "step", kept.at(rows)),
+        Part("working copies of both passes (assumed)", "device", "step", working),
         Part("process (assumed)", "host", "always", PROCESS_BYTES),
-        *(_sampled(cfg, size, edges, rows) if cfg.sampler.fanouts else []),
-        *(
-            _refresh(cfg, size, edges)
-            if cfg.loss.uses_partition and cfg.ci.partition == "ci"
-            else []
-        ),
     ]
-    if cfg.data.holdout_edges == "link":
-        parts.append(
-            Part(
-                "training edges without the held-out ones",
-                "host",
-                "always",
-                8 * (size.nodes + 1) + 4 * edges,
-            )
-        )
+    if cfg.sampler.fanouts:
+        parts += _sampled(cfg, size, edges, rows)
+    if cfg.loss.uses_partition and cfg.ci.partition == "ci":
+        parts += _refresh(cfg, size, edges)
+    parts.append(Part("training edges without the held-out ones", "host", "always", held_out))
     return Memory([part._replace(size=round(part.size)) for part in parts if part.size])
 
 
@@ -248,24 +217,15 @@ def _sampled(cfg: Config, size: GraphSize, edges: int, rows: Rows) -> list[Part]
     messages = sum(rows[f"messages within {hops - 1}{view}"] for view in views)
     # node ids and degrees; source, target and weight of messages; pairs with weights
     batch = 12 * nodes + 20 * messages + 20 * rows["pairs"]
+    batches = batch * (sampler.loader_processes * sampler.prefetch + 1)
+    copied = 8 * edges if sampler.backend in ("pyg-lib", "torch-sparse") else 0
+    loaders = LOADER_BYTES * sampler.loader_processes
     wide = np.dtype(cfg.data.feature_dtype).itemsize + 4  # as stored, and in single precision
     return [
         Part("edges before each row, int64", "host", "always", 8 * (size.nodes + 1)),
-        Part(
-            "sampler's 64-bit copy of the columns",
-            "host",
-            "always",
-            8 * edges if sampler.backend in ("pyg-lib", "torch-sparse") else 0,
-        ),
-        Part(
-            "loader processes (assumed)", "host", "always", LOADER_BYTES * sampler.loader_processes
-        ),
-        Part(
-            "prefetched batches",
-            "host",
-            "step",
-            batch * (sampler.loader_processes * sampler.prefetch + 1),
-        ),
+        Part("sampler's 64-bit copy of the columns", "host", "always", copied),
+        Part("loader processes (assumed)", "host", "always", loaders),
+        Part("prefetched batches", "host", "step", batches),
         Part("feature rows being read", "host", "step", nodes * size.features * wide),
     ]
 
@@ -274,72 +234,42 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
     """What conditional-independence scores need: labels of all nodes at the start, samples and
     statistics at a refresh (§7.4, §6.7).
     """
-    world, width, ci = (
-        cfg.resources.num_workers,
-        cfg.model.num_factors * cfg.model.factor_dim,
-        cfg.ci,
-    )
+    world, ci, is_sampled = cfg.resources.num_workers, cfg.ci, bool(cfg.sampler.fanouts)
+    width, scored = cfg.model.num_factors * cfg.model.factor_dim, score_width(cfg)
     sample, bank = refresh_rows(cfg, size)
-    own = slices(min(2 * ci.max_samples, size.nodes) if cfg.sampler.fanouts else size.nodes, world)[
-        1
-    ]
-    if cfg.sampler.fanouts:
+    own = slices(min(2 * ci.max_samples, size.nodes) if is_sampled else size.nodes, world)[1]
+    if is_sampled:
         nodes, _ = neighbourhood(min(_PIECE_NODES, own), cfg.sampler.fanouts, size.nodes, edges)
         embedding = 4 * sum(nodes) * (size.features + 3 * width)
     else:
         embedding = 4 * size.nodes * 4 * width
-    method = method_for(cfg.cluster.init, size.nodes)
-    is_converted = method in WHOLE_FEATURES and cfg.data.feature_dtype == "float16"
-    averaged = 8 * score_width(cfg) ** 2 if ci.average else 0
+    method, values = method_for(cfg.cluster.init, size.nodes), size.nodes * size.features
+    is_whole = method in WHOLE_FEATURES
+    converted = 4 * values if is_whole and cfg.data.feature_dtype == "float16" else 0
+    first = 8 * size.nodes if method == "selfkmeans" and is_sampled else 0
     fitted = min(size.nodes / world, _FIT_ROWS if size.nodes <= _FIT_ROWS else _ASSIGN_ROWS)
+    smoothed = 8 * values / world if is_whole else 0
+    solver = 8 * 8 * scored**2 + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * scored
+    kept: Phase = "set-up" if is_sampled else "always"
     return [
-        Part(
-            "labels and confidence of all nodes",
-            "host",
-            "set-up" if cfg.sampler.fanouts else "always",
-            24 * size.nodes,
-        ),
-        Part(
-            "edges before each row, for the first encoder",
-            "host",
-            "set-up",
-            8 * size.nodes if method == "selfkmeans" and cfg.sampler.fanouts else 0,
-        ),
+        Part("labels and confidence of all nodes", "host", kept, 24 * size.nodes),
+        Part("edges before each row, for the first encoder", "host", "set-up", first),
         Part("rows clustered at a time", "host", "set-up", 12 * fitted * width),
-        Part(
-            "all features in single precision",
-            "host",
-            "set-up",
-            4 * size.nodes * size.features if is_converted else 0,
-        ),
-        Part(
-            "smoothed columns, and rows made of them",
-            "host",
-            "set-up",
-            8 * size.nodes * size.features / world if method in WHOLE_FEATURES else 0,
-        ),
+        Part("all features in single precision", "host", "set-up", converted),
+        Part("smoothed columns, and rows made of them", "host", "set-up", smoothed),
         Part("embedding the sample", "device", "refresh", embedding),
         Part("own rows of h and z", "host", "refresh", 8 * own * width),
         Part("gathered sample, three copies", "host", "refresh", 12 * sample * width),
         Part("gathered bank, three copies", "host", "refresh", 12 * bank * width),
-        Part("averaged HSIC statistics", "host", "always", averaged),
-        Part(
-            "HSIC statistics and solver",
-            "host",
-            "refresh",
-            8 * 8 * score_width(cfg) ** 2
-            + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * score_width(cfg),
-        ),
+        Part("averaged HSIC statistics", "host", "always", 8 * scored**2 if ci.average else 0),
+        Part("HSIC statistics and solver", "host", "refresh", solver),
     ]
 
 
 def refresh_rows(cfg: Config, size: GraphSize) -> tuple[int, int]:
-    """Rows of all ranks together that a refresh gathers: the sample of the scores, and the bank of
-    the growth.
-    """
-    return min(cfg.ci.max_samples, size.nodes), min(
-        cfg.cluster.bank_size, size.nodes
-    ) if cfg.cluster.growth == "any" else 0
+    """Rows of all ranks that a refresh gathers: the sample of the scores, the bank of the growth."""
+    bank = min(cfg.cluster.bank_size, size.nodes) if cfg.cluster.growth == "any" else 0
+    return min(cfg.ci.max_samples, size.nodes), bank
 
 
 def score_width(cfg: Config) -> int:

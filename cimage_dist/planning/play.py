@@ -125,9 +125,8 @@ SECOND = ", second view"
 
 _SEED = 0
 _FULL_NODES, _SAMPLED_NODES, _DEGREE = 500, 4000, 16
-_EDGES_PER_RANK = (
-    5  # few enough that the hops of a sampled batch have different sizes on so small a graph
-)
+# Few enough that the hops of a sampled batch have different sizes on so small a graph.
+_EDGES_PER_RANK = 5
 # A refresh falls before the first and before the fifth step: the third is a plain one, the fifth
 # has the refresh beside it.
 _REFRESH_EVERY, _PLAIN, _REFRESHED, _STEPS = 4, 3, 5, 6
@@ -171,11 +170,8 @@ def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Playe
     """
     world = cfg.resources.num_workers
     small = _small(cfg, num_clusters)
-    graph = _graph(
-        max(_SAMPLED_NODES if cfg.sampler.fanouts else _FULL_NODES, 2 * world),
-        num_features,
-        num_clusters,
-    )
+    nodes = max(_SAMPLED_NODES if cfg.sampler.fanouts else _FULL_NODES, 2 * world)
+    graph = _graph(nodes, num_features, num_clusters)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), fake_comm(world) as comm:
         # Torch's remarks on how it is called belong to a real run, and scores of a made-up graph
         # mean nothing.
@@ -188,15 +184,8 @@ def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Playe
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     saved, _ = trainer.state()
     refresh = list((Counter(cuts[_REFRESHED - 1]) - Counter(cuts[_PLAIN - 1])).elements())
-    return Played(
-        parameters,
-        _bytes(tensors),
-        _bytes(saved.values()),
-        [*cuts[_PLAIN - 1], *gradients],
-        refresh,
-        batch,
-        kept,
-    )
+    sizes = (parameters, _bytes(tensors), _bytes(saved.values()))
+    return Played(*sizes, [*cuts[_PLAIN - 1], *gradients], refresh, batch, kept)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -205,25 +194,17 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _small(cfg: Config, num_clusters: int) -> Config:
     """The same model, objective and world on a batch of a few edges per rank, on this processor."""
-    world = cfg.resources.num_workers
+    edges, epochs = _EDGES_PER_RANK * cfg.resources.num_workers, _STEPS * cfg.train.accumulate
+    whole: dict[str, Any] = {"batch_edges": 2**31, "validate_every": 0, "select": "last"}
+    # Which solver and penalty makes no difference to what is sent; this one is quick.
+    quick: dict[str, Any] = {"diagnose_every": 2, "solver": "nnlasso", "lam": 1e-3}
     return replace(
         cfg,
         data=replace(cfg.data, holdout_edges="none"),
-        sampler=replace(
-            cfg.sampler, batch_edges=_EDGES_PER_RANK * world, loader_processes=0, backend="csr"
-        ),
+        sampler=replace(cfg.sampler, batch_edges=edges, loader_processes=0, backend="csr"),
         cluster=replace(cfg.cluster, num_clusters=num_clusters),
-        # Which solver and penalty makes no difference to what is sent; this one is quick.
-        ci=replace(
-            cfg.ci, every_steps=_REFRESH_EVERY, diagnose_every=2, solver="nnlasso", lam=1e-3
-        ),
-        train=replace(
-            cfg.train,
-            epochs=_STEPS * cfg.train.accumulate,
-            batch_edges=2**31,
-            validate_every=0,
-            select="last",
-        ),
+        ci=replace(cfg.ci, every_steps=_REFRESH_EVERY, **quick),
+        train=replace(cfg.train, epochs=epochs, **whole),
         run=replace(cfg.run, checkpoint_every=2**31, log_every=2**31),
         resources=replace(cfg.resources, device="cpu", compile=False, threads=0),
     )
@@ -279,9 +260,8 @@ def _one_step(trainer: Trainer, rows: Rows) -> tuple[list[Call], RowBytes, RowBy
     if trainer.comm.world > 1:
         record_gradients(trainer.wrapped, gradients)
     batches = trainer.remaining()
-    trainer.advance(
-        next(batches)
-    )  # after it the buckets are built again, in the order in which gradients came
+    # After it the buckets are built again, in the order in which gradients came.
+    trainer.advance(next(batches))
     gradients.clear()
     batch = next(batches)[0]
     kept: dict[int, Tensor] = {}
@@ -319,19 +299,12 @@ def rows_of(batch: Batch) -> Rows:
     """How many rows tensors of each kind have. With hops the kinds are numbered by the distance
     from a seed up to which they reach.
     """
-    rows: Rows = {
-        "pairs": batch.pairs.shape[0],
-        "positives": batch.num_pos,
-        "endpoints": batch.nodes.numel(),
-    }
-    second = batch.second
+    endpoints, second = batch.nodes.numel(), batch.second
+    rows: Rows = {"pairs": len(batch.pairs), "positives": batch.num_pos, "endpoints": endpoints}
     if batch.hops is None:
         own_edges = 0 if batch.modularity is None else batch.modularity.src.numel()
-        rows |= {
-            "nodes": batch.x.shape[0],
-            "messages": batch.edges.src.numel(),
-            "own messages": own_edges,
-        }
+        rows |= {"nodes": batch.x.shape[0], "messages": batch.edges.src.numel()}
+        rows["own messages"] = own_edges
         return rows if second is None else rows | {f"messages{SECOND}": second.edges.src.numel()}
     rows |= hop_rows(batch.hops.nodes, batch.hops.messages)
     if second is None or second.hops is None:
@@ -341,13 +314,10 @@ def rows_of(batch: Batch) -> Rows:
 
 def hop_rows(nodes: Iterable[float], messages: Iterable[float], view: str = "") -> Rows:
     """Rows up to each distance from a seed; `view`: what is added to the names of the kinds."""
-    near = {
-        f"nodes within {depth}{view}": float(total)
-        for depth, total in enumerate(np.cumsum(list(nodes)))
-    }
-    return near | {
-        f"messages within {depth}{view}": float(total)
-        for depth, total in enumerate(np.cumsum(list(messages)))
+    return {
+        f"{kind} within {depth}{view}": float(total)
+        for kind, counts in (("nodes", nodes), ("messages", messages))
+        for depth, total in enumerate(np.cumsum(list(counts)))
     }
 
 
@@ -362,9 +332,7 @@ def _by_row(tensors: Iterable[Tensor], played: Rows, real: Rows) -> RowBytes:
         size = tensor.untyped_storage().nbytes()
         length = tensor.shape[0] if tensor.dim() else 0
         # Row pointers have one entry more than rows.
-        kinds = [
-            kind for kind, count in played.items() if count > 1 and length in (count, count + 1)
-        ]
+        kinds = [kind for kind, n in played.items() if n > 1 and length in (n, n + 1)]
         if kinds:
             kind = max(kinds, key=lambda name: real[name])
             per_row[kind] = per_row.get(kind, 0.0) + size / length

@@ -70,17 +70,9 @@ def graph_size(data: DataConfig) -> GraphSize:
     store = given if given is not None and is_store else store_path(data)
     if (store / artifacts.MANIFEST).is_file():
         manifest = read_manifest(store)
-        counts = manifest["counts"]
+        counts = {k: manifest["counts"][k] for k in ("nodes", "edges", "features", "classes")}
         stored = sum(facts["bytes"] for facts in manifest["files"].values())
-        return GraphSize(
-            counts["nodes"],
-            counts["edges"],
-            counts["features"],
-            counts["classes"],
-            stored,
-            f"store {store}",
-            store,
-        )
+        return GraphSize(**counts, store_bytes=stored, origin=f"store {store}", store=store)
     if given is not None:
         raise UserError(
             f"data.path={data.path} has not been ingested, so its size is not known. Run "
@@ -89,25 +81,16 @@ def graph_size(data: DataConfig) -> GraphSize:
     if data.name == "sbm":
         sbm = data.sbm
         edges = 2 * max(1, round(sbm.num_nodes * sbm.avg_degree / 2))
-        nodes, features, classes, origin = (
-            sbm.num_nodes,
-            sbm.label_features + sbm.nuisance_features,
-            sbm.num_blocks,
-            "data.sbm (at most: repeated edges merge)",
-        )
+        nodes, classes = sbm.num_nodes, sbm.num_blocks
+        features = sbm.label_features + sbm.nuisance_features
+        origin = "data.sbm (at most: repeated edges merge)"
     else:
         nodes, edges, features, classes = PUBLISHED[data.name]
         origin = "published size; no store on disk"
     if data.features != "given":
         features = 2 if data.features == "degree" else data.made_features
-    return GraphSize(
-        nodes,
-        edges,
-        features,
-        classes,
-        _store_bytes(nodes, edges, features, data.feature_dtype),
-        origin,
-    )
+    stored = _store_bytes(nodes, edges, features, data.feature_dtype)
+    return GraphSize(nodes, edges, features, classes, stored, origin)
 
 
 def training_edges(size: GraphSize, data: DataConfig) -> int:
@@ -115,24 +98,15 @@ def training_edges(size: GraphSize, data: DataConfig) -> int:
     if data.holdout_edges == "none":
         return size.edges
     undirected = size.edges // 2
-    return 2 * (
-        undirected
-        - round(data.link_val_ratio * undirected)
-        - round(data.link_test_ratio * undirected)
-    )
+    held = sum(round(r * undirected) for r in (data.link_val_ratio, data.link_test_ratio))
+    return 2 * (undirected - held)
 
 
 def _store_bytes(nodes: int, edges: int, features: int, dtype: str) -> int:
     """indptr, indices, x, y, three masks, moments: the files that `graph/write.py` makes."""
     index = 4 if nodes < _INT32_NODES else 8
-    return (
-        8 * (nodes + 1)
-        + index * edges
-        + nodes * features * np.dtype(dtype).itemsize
-        + 8 * nodes
-        + 3 * nodes
-        + 4 * (features * features + 2 * features)
-    )
+    topology, x = 8 * (nodes + 1) + index * edges, nodes * features * np.dtype(dtype).itemsize
+    return topology + x + 11 * nodes + 4 * (features * features + 2 * features)
 
 
 _READ_UP_TO_NODES = 5_000_000  # beyond, the pass over all rows that numbers the edges takes minutes
@@ -152,13 +126,12 @@ def rows_per_step(
     """
     world = cfg.resources.num_workers
     if not cfg.sampler.fanouts:
-        return _full_graph_rows(
-            cfg, size, edges, batches_per_epoch
-        ), "the whole graph on every worker"
+        rows = _full_graph_rows(cfg, size, edges, batches_per_epoch)
+        return rows, "the whole graph on every worker"
     share = slices(cfg.sampler.batch_edges, world)[1]
     has_negatives, has_second = cfg.loss.structure_weight > 0, cfg.loss.redundancy_weight > 0
     pairs = (1.0 + has_negatives) * share
-    rows: Rows = {"pairs": pairs, "positives": float(share), "endpoints": 2.0 * share}
+    rows = {"pairs": pairs, "positives": float(share), "endpoints": 2.0 * share}
     if size.store is not None and size.nodes <= _READ_UP_TO_NODES:
         return rows | _sampled_rows(cfg, size), "the first batch, sampled from the store"
     rows |= hop_rows(*neighbourhood(2 * pairs, cfg.sampler.fanouts, size.nodes, edges))

@@ -22,10 +22,9 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.nn.model import build_model
-from cimage_dist.planning.make import make_plan, summarise
+from cimage_dist.planning import make_plan, print_plan, summarise
 from cimage_dist.planning.memory import Memory, Part
 from cimage_dist.planning.play import Call, FakeComm, batch_tensors, call_of, play, rows_of
-from cimage_dist.planning.report import print_plan
 from cimage_dist.planning.sizes import (
     PUBLISHED,
     graph_size,

@@ -18,7 +18,7 @@ from cimage_dist.config import Config, LossConfig, ModelConfig
 from cimage_dist.errors import Interrupted
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.inference import embed_graph, encode_graph
-from cimage_dist.planning.make import make_plan
+from cimage_dist.planning import make_plan
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import LocalSink, MemorySink
