@@ -181,7 +181,7 @@ def settings_from(texts: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def do_sweep(args: argparse.Namespace) -> Any:
-    from cimage_dist.tune.live import print_summary
+    from cimage_dist.tune.results import print_summary
     from cimage_dist.tune.spec import load_sweep
 
     sweep = load_sweep(*split_settings(args.settings))

@@ -39,9 +39,8 @@ from cimage_dist.tune.ledger import (
     reports,
     trial_metrics,
 )
-from cimage_dist.tune.live import Board
 from cimage_dist.tune.plan import Plan
-from cimage_dist.tune.results import finish, write_pages
+from cimage_dist.tune.results import Board, finish, write_pages
 from cimage_dist.tune.spec import Sweep, prepare
 
 _PAGE_EVERY_S = 10.0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
@@ -23,6 +23,9 @@ from cimage_dist.io.artifacts import RunDir
 from cimage_dist.tune.space import Point, dotlist
 
 Stage = Literal["search", "fresh"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+_BEST_FIRST = ("done", "stopped", "failed", "running")
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,9 @@ class Ledger:
     def clock(self) -> float:
         """Seconds the sweep has been at work, over all its commands."""
         path = self.root / "clock.json"
-        return (
-            float(artifacts.read_json(path, "the sweep's clock")["seconds"])
-            if path.is_file()
-            else 0.0
-        )
+        if not path.is_file():
+            return 0.0
+        return float(artifacts.read_json(path, "the sweep's clock")["seconds"])
 
     def set_clock(self, seconds: float) -> None:
         artifacts.write_json(self.root / "clock.json", {"seconds": round(seconds, 1)})
@@ -128,12 +129,17 @@ class Standing:
 
     @property
     def mean(self) -> float | None:
-        return statistics.fmean(self.scores) if self.scores else None
+        return spread(self.scores)["mean"] if self.scores else None
 
     @property
     def std(self) -> float:
-        """Sample standard deviation; 0 for a single seed."""
-        return statistics.stdev(self.scores) if len(self.scores) > 1 else 0.0
+        return spread(self.scores)["std"] if self.scores else 0.0
+
+
+def spread(scores: Sequence[float]) -> dict[str, float]:
+    """Mean and sample standard deviation, 0 for a single seed."""
+    std = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    return {"mean": statistics.fmean(scores), "std": std}
 
 
 def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
@@ -150,28 +156,15 @@ def standings(ledger: Ledger, stage: Stage) -> list[Standing]:
         trials = [t for t in trials if t.generation == newest]
         found = [ledger.outcomes.get(t.id) for t in trials]
         states = {o.status if o else "running" for o in found}
-        status: Any = next(
-            name for name in ("running", "failed", "stopped", "done") if name in states
-        )
+        status: Any = next(name for name in reversed(_BEST_FIRST) if name in states)
         scores = tuple(o.score for o in found if o and o.score is not None)
-        rows.append(
-            Standing(
-                point,
-                trials[0].values,
-                status,
-                scores,
-                min((o.epochs for o in found if o), default=0.0),
-            )
-        )
-    order = {"done": 0, "stopped": 1, "failed": 2, "running": 3}
-    return sorted(
-        rows,
-        key=lambda row: (
-            order[row.status],
-            -(row.mean if row.mean is not None else -1e9),
-            row.point,
-        ),
-    )
+        epochs = min((o.epochs for o in found if o), default=0.0)
+        rows.append(Standing(point, trials[0].values, status, scores, epochs))
+
+    def place(row: Standing) -> tuple[int, float, int]:
+        return _BEST_FIRST.index(row.status), 1e9 if row.mean is None else -row.mean, row.point
+
+    return sorted(rows, key=place)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -193,12 +186,10 @@ def val_records(folder: Path) -> list[dict[str, Any]]:
 
 def locked(root: Path) -> AbstractContextManager[None]:
     """One command at a time works on a sweep directory."""
-    return artifacts.locked(
-        root / ".lock",
-        patience_s=0.0,
-        busy=f"Another command is running the sweep in {root}. Wait for it, or choose another "
-        "sweep.dir.",
+    busy = (
+        f"Another command is running the sweep in {root}. Wait for it, or choose another sweep.dir."
     )
+    return artifacts.locked(root / ".lock", patience_s=0.0, busy=busy)
 
 
 def trial_config(root: Path, trial: Trial) -> Config:
@@ -234,11 +225,8 @@ def reports(folder: Path, epochs: int, select: str) -> list[dict[str, Any]]:
     totals = [record["total_steps"] for record in records if record["kind"] == "train"]
     scored = [record for record in records if record["kind"] == "val"] if totals else []
     scores = [record["score"] for record in scored]
-    return [
-        {
-            "score": objective(scores[: i + 1], select),
-            "epoch": epochs * record["step"] / totals[-1],
-            "step": record["step"],
-        }
-        for i, record in enumerate(scored)
-    ]
+    found = []
+    for i, record in enumerate(scored, 1):
+        score, step = objective(scores[:i], select), record["step"]
+        found.append({"score": score, "epoch": epochs * step / totals[-1], "step": step})
+    return found

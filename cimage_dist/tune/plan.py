@@ -90,34 +90,28 @@ class Plan:
         number = len(history) + (1 if is_population and settings.baseline else 0)
         if number == BASELINE and settings.baseline:
             return self._seeds_of(number, self._given())
-        values = suggest(
-            settings.search, space, settings.seed, number, history, self.sweep.is_valid
-        )
+        where = (space, settings.seed, number, history)
+        values = suggest(settings.search, *where, self.sweep.is_valid)
         if values is None:
             return []
-        return (
-            [first_of(self.sweep, number, values)]
-            if is_population
-            else self._seeds_of(number, values)
-        )
+        if is_population:
+            return [first_of(self.sweep, number, values)]
+        return self._seeds_of(number, values)
 
     def _given(self) -> Point:
         return {d.key: value_of(self.sweep.base, d.key) for d in self.sweep.space}
 
     def _is_spent(self, count: int, elapsed: float) -> bool:
-        settings = self.sweep.settings
-        most = settings.trials or (
-            len(grid(self.sweep.space)) + settings.baseline if settings.search == "grid" else 20
-        )
+        settings, most = self.sweep.settings, self.sweep.settings.trials or 20
+        if not settings.trials and settings.search == "grid":
+            most = len(grid(self.sweep.space)) + settings.baseline
         if count >= most or (settings.time_s is not None and elapsed >= settings.time_s):
             return True
         if settings.epochs is None:
             return False
-        trained = (
-            sum(o.epochs for o in self.ledger.outcomes.values())
-            + len(self.ledger.unfinished("search")) * self.sweep.base.train.epochs
-        )
-        return trained >= settings.epochs
+        trained = sum(o.epochs for o in self.ledger.outcomes.values())
+        running = len(self.ledger.unfinished("search")) * self.sweep.base.train.epochs
+        return trained + running >= settings.epochs
 
     def _new_fresh_trials(self) -> list[Trial]:
         """Seeds that the search has not seen, the same for every finalist, so that they compare
@@ -133,12 +127,8 @@ class Plan:
 
     def finalists(self) -> list[Standing]:
         """The best points of the search, and the given config beside them."""
-        settings = self.sweep.settings
-        rows = [
-            row
-            for row in standings(self.ledger, "search")
-            if row.status in ("done", "stopped") and row.mean is not None
-        ]
+        settings, rows = self.sweep.settings, standings(self.ledger, "search")
+        rows = [r for r in rows if r.status in ("done", "stopped") and r.mean is not None]
         kept = _different(rows)[: settings.top]
         if kept and settings.baseline and not any(row.point == BASELINE for row in kept):
             kept.append(Standing(BASELINE, self._given(), "done", (), 0.0))
@@ -159,11 +149,8 @@ def winner(sweep: Sweep, ledger: Ledger) -> Standing | None:
 
     None before they are done.
     """
-    rows = [
-        row
-        for row in standings(ledger, "fresh")
-        if row.status == "done" and len(row.scores) >= sweep.settings.fresh_seeds
-    ]
+    rows, seeds = standings(ledger, "fresh"), sweep.settings.fresh_seeds
+    rows = [row for row in rows if row.status == "done" and len(row.scores) >= seeds]
     return rows[0] if rows and not ledger.unfinished("fresh") else None
 
 
@@ -178,17 +165,9 @@ def generations(sweep: Sweep) -> list[int]:
 
 
 def _trial(sweep: Sweep, member: int, generation: int, values: Point, parent: str | None) -> Trial:
-    name = f"p{member:04d}-g{generation:02d}"
-    return Trial(
-        name,
-        member,
-        values,
-        sweep.base.run.seed + member,
-        "search",
-        generation,
-        parent,
-        generations(sweep)[generation],
-    )
+    name, seed = f"p{member:04d}-g{generation:02d}", sweep.base.run.seed + member
+    until = generations(sweep)[generation]
+    return Trial(name, member, values, seed, "search", generation, parent, until)
 
 
 def first_of(sweep: Sweep, member: int, values: Point) -> Trial:
@@ -219,11 +198,8 @@ def _made(sweep: Sweep, ledger: Ledger, generation: int, members: list[int]) -> 
     if not alive:
         return []
     count = math.ceil(len(members) * sweep.settings.quantile)
-    best, worst = (
-        alive[:count],
-        {m for m in ranked[-count:] if m not in alive[:count]}
-        | {m for m in ranked if score[m] is None},
-    )
+    best = alive[:count]
+    worst = {m for m in ranked if score[m] is None} | {m for m in ranked[-count:] if m not in best}
     seed, made = sweep.settings.seed, []
     known = {(t.point, t.generation) for t in ledger.of("search")}
     for member in members:
@@ -240,10 +216,9 @@ def _made(sweep: Sweep, ledger: Ledger, generation: int, members: list[int]) -> 
 
 def varied(space: Space, values: Point, seed: int, generation: int, member: int) -> Point:
     """Numbers times 0.8 or 1.25, ordered choices to a neighbour; one key in four is drawn again."""
+    key = (seed, _VARY, generation, member)
     return {
-        d.key: _vary(
-            d, values[d.key], [draw(seed, _VARY, generation, member, i, j) for j in range(2)]
-        )
+        d.key: _vary(d, values[d.key], [draw(*key, i, j) for j in range(2)])
         for i, d in enumerate(space)
     }
 
@@ -294,10 +269,8 @@ def _with_settings(meta: dict[str, Any], optim: OptimConfig) -> dict[str, Any]:
     schedule = meta["scheduler"] | {"base_lrs": [optim.lr_max] * count}
     fixed = {"initial_lr": optim.lr_max, "weight_decay": optim.weight_decay}
     if optim.schedule == "cosine":
-        return meta | {
-            "scheduler": schedule,
-            "optimizer": [group | fixed for group in meta["optimizer"]],
-        }
+        groups = [group | fixed for group in meta["optimizer"]]
+        return meta | {"scheduler": schedule, "optimizer": groups}
     schedule["eta_min"] = optim.lr_min
     share = (1 + math.cos(math.pi * schedule["T_cur"] / schedule["T_i"])) / 2
     now = optim.lr_min + (optim.lr_max - optim.lr_min) * share

@@ -78,36 +78,26 @@ def _tpe(space: Space, seed: int, number: int, history: Sequence[Standing]) -> P
         raise UserError(
             "search: tpe needs optuna: pip install 'cimage-dist[tune]'. Or use search: random."
         ) from None
-    from optuna.trial import TrialState, create_trial
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    shapes = {d.key: _distribution(d) for d in space}
     # Univariate and with running points counted as bad ones: several trials run at a time.
     sampler = optuna.samplers.TPESampler(
         seed=keyed.derive(seed, _TPE, number) & (2**31 - 1),
         n_startup_trials=max(5, 2 * len(space)),
         constant_liar=True,
     )
-    study = optuna.create_study(direction="maximize", sampler=sampler)
-    for row in history:
-        params = {d.key: _encode(d, row.values.get(d.key)) for d in space}
-        if any(value is None for value in params.values()):
-            continue  # the given config may lie outside the space
-        known: dict[str, Any] = {"params": params, "distributions": shapes}
+    states = optuna.trial.TrialState
+
+    def facts(row: Standing) -> dict[str, Any]:
         if row.status == "done":
-            study.add_trial(create_trial(value=row.mean, **known))
-        elif row.status == "running":
-            study.add_trial(create_trial(state=TrialState.RUNNING, **known))
-        else:  # a failed one counts as stopped at once
-            score = row.mean if row.status == "stopped" and row.mean is not None else 0.0
-            study.add_trial(
-                create_trial(
-                    state=TrialState.PRUNED,
-                    intermediate_values={int(row.epochs) if row.status == "stopped" else 0: score},
-                    **known,
-                )
-            )
-    asked = study.ask(fixed_distributions=shapes)
+            return {"value": row.mean}
+        if row.status == "running":
+            return {"state": states.RUNNING}
+        # A failed one counts as stopped at once.
+        score = row.mean if row.status == "stopped" and row.mean is not None else 0.0
+        at = int(row.epochs) if row.status == "stopped" else 0
+        return {"state": states.PRUNED, "intermediate_values": {at: score}}
+
+    study = _study(space, [(row, facts(row)) for row in history], sampler)
+    asked = study.ask(fixed_distributions={d.key: _distribution(d) for d in space})
     return {d.key: _decode(d, asked.params[d.key]) for d in space}
 
 
@@ -116,36 +106,44 @@ def importance(space: Space, rows: Sequence[Standing]) -> dict[str, float]:
 
     Empty where there are too few points or all scores are equal.
     """
-    import optuna
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
-    from optuna.trial import create_trial
 
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    shapes = {d.key: _distribution(d) for d in space}
-    study = optuna.create_study(direction="maximize")
-    for row in rows:
-        params = {d.key: _encode(d, row.values.get(d.key)) for d in space}
-        if row.status in ("done", "stopped") and None not in (row.mean, *params.values()):
-            study.add_trial(create_trial(value=row.mean, params=params, distributions=shapes))
+    scored = [row for row in rows if row.status in ("done", "stopped") and row.mean is not None]
+    study = _study(space, [(row, {"value": row.mean}) for row in scored])
     if len(study.trials) < _FEWEST or len({trial.value for trial in study.trials}) == 1:
         return {}
     return get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+
+
+def _study(
+    space: Space, rows: Sequence[tuple[Standing, dict[str, Any]]], sampler: Any = None
+) -> Any:
+    """Optuna's study of points, each with what is known of it; points outside the space (the given
+    config may be one) are left out.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    shapes = {d.key: _distribution(d) for d in space}
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for row, facts in rows:
+        params = {d.key: _encode(d, row.values.get(d.key)) for d in space}
+        if None not in params.values():
+            trial = optuna.trial.create_trial(params=params, distributions=shapes, **facts)
+            study.add_trial(trial)
+    return study
 
 
 def _distribution(d: Dimension) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if isinstance(d, Choice):
-        return (
-            IntDistribution(0, len(d.values) - 1)
-            if d.is_ordered and len(d.values) > 1
-            else CategoricalDistribution(list(range(len(d.values))))
-        )
-    return (
-        IntDistribution(int(d.low), int(d.high), log=d.is_log)
-        if d.is_int
-        else FloatDistribution(d.low, d.high, log=d.is_log)
-    )
+        if d.is_ordered and len(d.values) > 1:
+            return IntDistribution(0, len(d.values) - 1)
+        return CategoricalDistribution(list(range(len(d.values))))
+    if d.is_int:
+        return IntDistribution(int(d.low), int(d.high), log=d.is_log)
+    return FloatDistribution(d.low, d.high, log=d.is_log)
 
 
 def _encode(d: Dimension, value: Any) -> Any:

@@ -16,44 +16,28 @@ from cimage_dist.errors import UserError
 Point = dict[str, Any]
 
 # Keys that decide on which data a score is computed, or where a run is stored: trials that differ
-# here
-# cannot be compared.
+# here cannot be compared.
 _NOT_SEARCHED = ("run.", "resources.")
-_VALIDATION = {"train.validate_every", "train.validate_by", "train.select"} | {
-    f"data.{name}"
-    for name in (
-        "name",
-        "path",
-        "root",
-        "store_dir",
-        "split",
-        "split_index",
-        "train_ratio",
-        "val_ratio",
-        "labels_per_class",
-        "holdout_edges",
-        "link_val_ratio",
-        "link_test_ratio",
-    )
-}
+_DATA = [
+    "name",
+    "path",
+    "root",
+    "store_dir",
+    "split",
+    "split_index",
+    "train_ratio",
+    "val_ratio",
+    "labels_per_class",
+]
+_DATA += ["holdout_edges", "link_val_ratio", "link_test_ratio"]
+_VALIDATION = {f"train.{name}" for name in ("validate_every", "validate_by", "select")}
+_VALIDATION |= {f"data.{name}" for name in _DATA}
 # Settings that may change while the weights stay.
-_CHANGEABLE = (
-    "optim.lr_max",
-    "optim.lr_min",
-    "optim.weight_decay",
-    "optim.clip_norm",
-    "loss.",
-    "mask.",
-    "ci.",
-    "model.dropout",
-    "model.structure_dropout",
-    "model.factor_dropout",
-    "model.num_layers",
-    "model.routing_iterations",
-    "model.routing_temperature",
-    "cluster.growth",
-    "sampler.hide_rate",
-)
+_OPTIM = ("lr_max", "lr_min", "weight_decay", "clip_norm")
+_MODEL = ("dropout", "structure_dropout", "factor_dropout", "num_layers", "routing_iterations")
+_CHANGEABLE: tuple[str, ...] = ("loss.", "mask.", "ci.", "cluster.growth", "sampler.hide_rate")
+_CHANGEABLE += tuple(f"optim.{name}" for name in _OPTIM)
+_CHANGEABLE += tuple(f"model.{name}" for name in (*_MODEL, "routing_temperature"))
 
 
 @dataclass(frozen=True)
@@ -66,9 +50,8 @@ class Choice:
     @property
     def is_ordered(self) -> bool:
         """Numbers in ascending order: neighbours are alike."""
-        return all(type(v) in (int, float) for v in self.values) and list(self.values) == sorted(
-            self.values
-        )
+        is_numeric = all(type(v) in (int, float) for v in self.values)
+        return is_numeric and list(self.values) == sorted(self.values)
 
     def at(self, u: float) -> Any:
         return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
@@ -96,11 +79,9 @@ class Range:
     def at(self, u: float) -> Any:
         if self.is_int and not self.is_log:
             return min(int(self.low + u * (self.high - self.low + 1)), int(self.high))
-        return self.clip(
-            self.low * (self.high / self.low) ** u
-            if self.is_log
-            else self.low + u * (self.high - self.low)
-        )
+        if self.is_log:
+            return self.clip(self.low * (self.high / self.low) ** u)
+        return self.clip(self.low + u * (self.high - self.low))
 
     def clip(self, value: float) -> Any:
         value = min(max(value, self.low), self.high)
@@ -113,11 +94,8 @@ class Range:
     def position(self, value: Any) -> float | None:
         if type(value) not in (int, float) or not self.low <= value <= self.high:
             return None
-        low, high, at = (
-            (math.log(self.low), math.log(self.high), math.log(value))
-            if self.is_log
-            else (self.low, self.high, value)
-        )
+        scale = math.log if self.is_log else float
+        low, high, at = scale(self.low), scale(self.high), scale(value)
         return (at - low) / (high - low) if high > low else 0.0
 
 
@@ -155,9 +133,8 @@ def parse_space(entries: Any, base: Config, load: Load) -> Space:
             values = tuple(found[dimension.key])
             if len({json.dumps(value) for value in values}) < len(values):
                 raise UserError(f"space: {dimension.key} lists a choice twice: {list(values)}.")
-            space[i] = Choice(
-                dimension.key, values
-            )  # as the config holds them: a 1 for a float key is 1.0
+            # As the config holds them: a 1 for a float key is 1.0.
+            space[i] = Choice(dimension.key, values)
     return tuple(space)
 
 
@@ -167,11 +144,11 @@ def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
     Every rule is checked.
     """
     own = {key: value for key, value in values.items() if "." not in key}
-    for name in {key.partition(".")[0] for key in values if "." in key}:
-        inner = {
-            key.partition(".")[2]: v for key, v in values.items() if key.startswith(f"{name}.")
-        }
-        own[name] = with_values(getattr(cfg, name), inner)
+    inner: dict[str, dict[str, Any]] = {}
+    for key in values.keys() - own.keys():
+        name, _, rest = key.partition(".")
+        inner.setdefault(name, {})[rest] = values[key]
+    own |= {name: with_values(getattr(cfg, name), changes) for name, changes in inner.items()}
     return dataclasses.replace(cfg, **own)
 
 
@@ -291,11 +268,7 @@ def _checked(key: str, value: Any, others: Sequence[Dimension], load: Load) -> A
     It must be accepted with the given config, or with the other keys at one end of what is
     searched.
     """
-    mates: list[Point] = [
-        {},
-        {d.key: d.corners()[0] for d in others},
-        {d.key: d.corners()[-1] for d in others},
-    ]
+    mates: list[Point] = [{}, *({d.key: d.corners()[end] for d in others} for end in (0, -1))]
     complaint: UserError | None = None
     for mate in mates:
         try:

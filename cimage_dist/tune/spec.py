@@ -41,6 +41,34 @@ from cimage_dist.tune.space import (
 SEARCHES = ("grid", "random", "tpe")
 _CHECKED, _MOST_CHECKED = 200, 2000  # points loaded before a sweep starts: of a space, of a grid
 SCHEDULERS = ("none", "asha", "median", "pbt")
+_TYPES = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+Rule = tuple[Callable[[Any], bool], str]
+_POSITIVE: Rule = (lambda value: value > 0, "must be above 0")
+_ONE_UP: Rule = (lambda value: value >= 1, "must be at least 1")
+_NOT_NEGATIVE: Rule = (lambda value: value >= 0, "must not be negative")
+# What a setting must be, where it is set.
+_RULES: dict[str, Rule] = {
+    "search": (lambda word: word in SEARCHES, f"must be one of {', '.join(SEARCHES)}"),
+    "scheduler": (lambda word: word in SCHEDULERS, f"must be one of {', '.join(SCHEDULERS)}"),
+    **dict.fromkeys(("trials", "time_s", "epochs", "interval_epochs", "concurrent"), _POSITIVE),
+    "gpus_per_trial": _POSITIVE,
+    **dict.fromkeys(("seeds", "fresh_seeds"), _ONE_UP),
+    **dict.fromkeys(("top", "seed"), _NOT_NEGATIVE),
+    "reduction": (lambda value: value >= 2, "must be at least 2"),
+    "grace": (lambda x: 0 < x <= 1, "is a share of train.epochs and must lie in (0, 1]"),
+    "quantile": (lambda x: 0 < x <= 0.5, "must lie in (0, 0.5]"),
+}
+# What does not make another sweep: budgets may be raised and the search continues.
+_BUDGETS = {
+    "trials",
+    "time_s",
+    "epochs",
+    "top",
+    "fresh_seeds",
+    "concurrent",
+    "gpus_per_trial",
+    "dir",
+}
 
 
 @dataclass(frozen=True)
@@ -59,75 +87,27 @@ class SweepSettings:
     seed: int = 0  # of the search
     grace: float = 1 / 9  # share of train.epochs before which no trial is stopped
     reduction: int = 3  # ASHA lets one of so many continue at each rung
-    interval_epochs: int | None = (
-        None  # of population-based training; unset: a fifth of train.epochs
-    )
+    # of population-based training; unset: a fifth of train.epochs
+    interval_epochs: int | None = None
     quantile: float = 0.25  # of the population that is replaced
     concurrent: int | None = None  # trials at a time; unset: what the cluster holds
-    gpus_per_trial: float | None = (
-        None  # may be a fraction; unset: 1 per worker where there are any
-    )
+    gpus_per_trial: float | None = None  # may be a fraction; unset: 1 per worker, if there are any
     views: bool = False  # score the two groups of factors alone, too
     dir: str | None = None  # unset: sweeps/<data.name>/<file name>-<identity>
 
     def __post_init__(self) -> None:
-        need(
-            self.search in SEARCHES, "search", f"must be one of {', '.join(SEARCHES)}", self.search
-        )
-        need(
-            self.scheduler in SCHEDULERS,
-            "scheduler",
-            f"must be one of {', '.join(SCHEDULERS)}",
-            self.scheduler,
-        )
-        for name in (
-            "trials",
-            "time_s",
-            "epochs",
-            "interval_epochs",
-            "concurrent",
-            "gpus_per_trial",
-        ):
-            value = getattr(self, name)
-            need(value is None or value > 0, name, "must be above 0", value)
-        for name in ("seeds", "fresh_seeds"):
-            need(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        need(self.top >= 0, "top", "must not be negative", self.top)
-        need(self.seed >= 0, "seed", "must not be negative", self.seed)
-        need(self.reduction >= 2, "reduction", "must be at least 2", self.reduction)
-        need(
-            0 < self.grace <= 1,
-            "grace",
-            "is a share of train.epochs and must lie in (0, 1]",
-            self.grace,
-        )
-        need(0 < self.quantile <= 0.5, "quantile", "must lie in (0, 0.5]", self.quantile)
-        if self.scheduler == "pbt":
-            need(
-                self.seeds == 1,
-                "seeds",
-                "must be 1 with scheduler pbt, whose members are the repeats",
-                self.seeds,
-            )
-            need(
-                self.search != "grid",
-                "search",
-                "must be random or tpe with scheduler pbt: it only starts the population",
-                self.search,
-            )
-
-
-# What does not make another sweep: budgets may be raised and the search continues.
-_BUDGETS = (
-    "trials",
-    "time_s",
-    "epochs",
-    "top",
-    "fresh_seeds",
-    "concurrent",
-    "gpus_per_trial",
-    "dir",
-)
+        for key, (is_right, rule) in _RULES.items():
+            value = getattr(self, key)
+            if value is not None and not is_right(value):
+                raise UserError(f"sweep.{key} {rule}; got {value!r}.")
+        if self.scheduler != "pbt":
+            return
+        if self.seeds != 1:
+            rule = "must be 1 with scheduler pbt, whose members are the repeats"
+            raise UserError(f"sweep.seeds {rule}; got {self.seeds!r}.")
+        if self.search == "grid":
+            rule = "must be random or tpe with scheduler pbt: it only starts the population"
+            raise UserError(f"sweep.search {rule}; got {self.search!r}.")
 
 
 @dataclass(frozen=True)
@@ -143,26 +123,20 @@ class Sweep:
     @property
     def identity(self) -> str:
         """8 hex digits: the same search of the same space around the same config."""
-        kept = {
-            name: value
-            for name, value in dataclasses.asdict(self.settings).items()
-            if name not in _BUDGETS
-        }
-        body = {
+        settings = dataclasses.asdict(self.settings)
+        kept = {name: value for name, value in settings.items() if name not in _BUDGETS}
+        body: dict[str, Any] = {
             "settings": kept,
             "space": self.entries,
             "base": fingerprint(self.base),
-            "seed": self.base.run.seed,
         }
+        body["seed"] = self.base.run.seed
         return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=4).hexdigest()
 
     @property
     def root(self) -> Path:
-        return (
-            Path(self.settings.dir)
-            if self.settings.dir
-            else Path("sweeps") / self.base.data.name / f"{self.name}-{self.identity}"
-        )
+        default = Path("sweeps") / self.base.data.name / f"{self.name}-{self.identity}"
+        return Path(self.settings.dir) if self.settings.dir else default
 
     def config(self, values: dict[str, Any]) -> Config:
         """The given config with a point's values."""
@@ -175,11 +149,6 @@ class Sweep:
         except UserError:
             return False
         return True
-
-
-def need(ok: bool, key: str, rule: str, got: Any) -> None:
-    if not ok:
-        raise UserError(f"sweep.{key} {rule}; got {got!r}.")
 
 
 class _Loader(yaml.SafeLoader):
@@ -228,9 +197,8 @@ def load_sweep(paths: Sequence[str], overrides: Sequence[str]) -> Sweep:
         try:
             body[key] = yaml.load(value, Loader=_Loader)
         except yaml.YAMLError as error:
-            raise UserError(
-                f"Override {text!r} cannot be read: {' '.join(str(error).split())}"
-            ) from None
+            why = " ".join(str(error).split())
+            raise UserError(f"Override {text!r} cannot be read: {why}") from None
     settings = _settings(body, found[0])
     others = tuple(path for path in paths if path != found[0])
     # What the command line says about a config key wins over the sweep file.
@@ -263,9 +231,7 @@ def _settings(body: dict[str, Any], where: str) -> SweepSettings:
                 f"{', '.join(fields)} (and space, fixed)."
             )
         kinds = str(fields[key].type)
-        allowed = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[
-            kinds.split(" ")[0]
-        ]
+        allowed = _TYPES[kinds.split(" ")[0]]
         if not (type(value) in allowed or (value is None and kinds.endswith("None"))):
             raise UserError(f"sweep.{key} must be of type {kinds}; got {value!r}.")
     return SweepSettings(**body)
@@ -283,10 +249,8 @@ def check_validation(cfg: Config, graph: Graph) -> None:
         )
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     make_validator(cfg, graph, topology, links)
-    is_by_node = cfg.train.validate_by == "node" or (
-        cfg.train.validate_by == "auto" and links is None
-    )
-    labels = graph.labels()
+    labels, by = graph.labels(), cfg.train.validate_by
+    is_by_node = by == "node" or (by == "auto" and links is None)
     if is_by_node and labels is not None:
         split = node_split(graph, cfg.data, cfg.run.seed)
         if not bool((labels[split.val] >= 0).any()):
@@ -316,10 +280,6 @@ def prepare(sweep: Sweep, cfg: Config, ledger: Ledger, note: Callable[[str], Non
     ingest(cfg.data, note)
     check_validation(cfg, open_graph(cfg.data))
     artifacts.write_text(ledger.root / "base.yaml", to_yaml(cfg))
-    body = {
-        "identity": sweep.identity,
-        "name": sweep.name,
-        "settings": dataclasses.asdict(sweep.settings),
-        "space": sweep.entries,
-    }
+    body = {"identity": sweep.identity, "name": sweep.name, "space": sweep.entries}
+    body["settings"] = dataclasses.asdict(sweep.settings)
     artifacts.write_json(known, body)

@@ -11,9 +11,8 @@ import sys
 import pytest
 
 from cimage_dist.tune.ledger import Ledger, Trial
-from cimage_dist.tune.live import Board, print_summary
 from cimage_dist.tune.plan import Plan
-from cimage_dist.tune.results import summary
+from cimage_dist.tune.results import Board, print_summary, summary
 
 from .conftest import MakeSweep, end, write_base
 from .test_plan import run_all
