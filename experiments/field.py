@@ -17,8 +17,8 @@ import numpy as np
 import yaml
 
 from cimage_dist.baselines import METHODS, OWN, SUPERVISED
-from cimage_dist.comparison.cell import Cell, in_own_process
 from cimage_dist.comparison import prepare, run_cells
+from cimage_dist.comparison.cell import Cell, in_own_process
 from cimage_dist.comparison.summary import controls_of
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 from cimage_dist.config import Config, fingerprint, run_dir
@@ -11,15 +14,11 @@ from cimage_dist.io import artifacts, environment
 
 def show_keys(is_printed: bool) -> list[dict[str, Any]]:
     """Every config key with default and meaning."""
-    import dataclasses
-
     rows: list[dict[str, Any]] = []
     for key, item, about in known_keys():
-        default = (
-            item.default_factory()
-            if item.default is dataclasses.MISSING and callable(item.default_factory)
-            else item.default
-        )
+        default = item.default
+        if default is dataclasses.MISSING and callable(item.default_factory):
+            default = item.default_factory()
         rows.append({"key": key, "default": default, "type": str(item.type), "meaning": about})
     if is_printed:
         from rich.console import Console
@@ -34,50 +33,38 @@ def show_keys(is_printed: bool) -> list[dict[str, Any]]:
 
 def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:
     """The resolved config, its fingerprint, and which artifacts exist."""
-    from pathlib import Path
-
     from cimage_dist.data.ingest import store_place
     from cimage_dist.io import checkpoint
 
     run = artifacts.RunDir(run_dir(cfg))
     store = store_place(cfg.data)
-    exists = {
-        "graph store": {"path": store, "exists": (Path(store) / artifacts.MANIFEST).is_file()},
-        "run": {"path": str(run.root), "exists": run.config.is_file()},
-        "checkpoints": {
-            "path": str(run.checkpoints),
-            "exists": bool(checkpoint.steps(run.checkpoints)),
-            "steps": checkpoint.steps(run.checkpoints),
-        },
-        "embeddings": {
-            "path": str(run.embeddings),
-            "exists": (run.embeddings / artifacts.MANIFEST).is_file(),
-        },
-        "scores": {"path": str(run.evaluation), "exists": run.evaluation.is_file()},
+    steps = checkpoint.steps(run.checkpoints)
+    places: dict[str, tuple[Any, bool]] = {
+        "graph store": (store, (Path(store) / artifacts.MANIFEST).is_file()),
+        "run": (run.root, run.config.is_file()),
+        "checkpoints": (run.checkpoints, bool(steps)),
+        "embeddings": (run.embeddings, (run.embeddings / artifacts.MANIFEST).is_file()),
+        "scores": (run.evaluation, run.evaluation.is_file()),
     }
+    exists: dict[str, dict[str, Any]] = {
+        name: {"path": str(path), "exists": is_there} for name, (path, is_there) in places.items()
+    }
+    exists["checkpoints"]["steps"] = steps
     if is_printed:
         print(to_yaml(cfg))
         print(f"fingerprint: {fingerprint(cfg)}")
         for name, facts in exists.items():
             print(f"{'present' if facts['exists'] else 'absent ':8} {name}: {facts['path']}")
-    import dataclasses
-
     return {"config": dataclasses.asdict(cfg), "fingerprint": fingerprint(cfg), "exists": exists}
 
 
 def doctor(is_printed: bool) -> dict[str, Any]:
     """Versions, devices, optional packages, and the data root."""
-    import os
-    from pathlib import Path
-
     facts = environment.describe()
     optional = environment.optional_packages()
     root = os.environ.get("CIMAGE_DATA_ROOT")
-    facts |= {
-        "optional": optional,
-        "data_root": root,
-        "data_root_exists": bool(root and Path(root).is_dir()),
-    }
+    facts |= {"optional": optional, "data_root": root}
+    facts["data_root_exists"] = bool(root and Path(root).is_dir())
     missing = [name for name, version in facts["packages"].items() if version is None]
     facts["healthy"] = not missing
     if is_printed:
@@ -85,22 +72,16 @@ def doctor(is_printed: bool) -> dict[str, Any]:
             f"python {facts['python']} on {facts['platform']}, {facts['cpu_count']} CPUs, torch "
             f"uses {facts['torch_threads']} threads"
         )
-        print(
-            "devices: "
-            + (", ".join(facts["cuda"]) if facts["cuda"] else "CPU only (no CUDA device seen)")
-        )
+        print(f"devices: {', '.join(facts['cuda']) or 'CPU only (no CUDA device seen)'}")
         for name, version in facts["packages"].items():
             print(f"  {'ok     ' if version else 'MISSING'} {name} {version or ''}")
         for item in optional:
-            state = (
-                f"ok      {item['name']} {item['version'] or ''}"
-                if item["present"]
-                else f"absent  {item['name']}: would add {item['adds']}; {item['install']}"
-            )
+            state = f"absent  {item['name']}: would add {item['adds']}; {item['install']}"
+            if item["present"]:
+                state = f"ok      {item['name']} {item['version'] or ''}"
             print(f"  {state}")
-        print(
-            "data root: "
-            f"{root or 'not set (CIMAGE_DATA_ROOT); raw files are looked for under <data.store_dir>/raw'}{'' if not root or facts['data_root_exists'] else ' (does not exist)'}"
-        )
+        unset = "not set (CIMAGE_DATA_ROOT); raw files are looked for under <data.store_dir>/raw"
+        is_lost = root and not facts["data_root_exists"]
+        print(f"data root: {root or unset}{' (does not exist)' if is_lost else ''}")
         print("ready" if facts["healthy"] else f"not ready: install {', '.join(missing)}")
     return facts

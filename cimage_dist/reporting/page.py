@@ -17,7 +17,7 @@ from typing import Any
 
 from cimage_dist.io import artifacts
 from cimage_dist.reporting.charts import Chart, drawn
-from cimage_dist.reporting.theme import COLOURS, config, variables
+from cimage_dist.reporting.figures import COLOURS, config, variables
 
 
 def section(title: str, note: str, charts: Sequence[Chart]) -> dict[str, Any]:
