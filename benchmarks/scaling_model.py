@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cimage_dist.ci import packed_size
 from cimage_dist.ci.hsic import repeats_for
-from cimage_dist.ci.kernels import packed_size
 from cimage_dist.config_loading import load_config
 from cimage_dist.planning.memory import num_clusters, refresh_rows, score_width
 from cimage_dist.planning.play import hop_rows, play

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.ci import u_centred_gaussian
 from cimage_dist.ci.hsic import class_blocks, gather_sample
-from cimage_dist.ci.kernels import u_centred_gaussian
 from cimage_dist.comm import Comm
 from cimage_dist.types import CIScores
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cimage_dist import keyed
-from cimage_dist.ci.kernels import NORM_EPS, centred_delta, centred_gaussian, packed_size
+from cimage_dist.ci import NORM_EPS, centred_delta, centred_gaussian, packed_size
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 

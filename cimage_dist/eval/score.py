@@ -15,8 +15,8 @@ from torch import Tensor
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
 from cimage_dist.eval.probe import linear_probe, make_pool, pool_score
+from cimage_dist.pseudo import cluster_scores, contingency, hard_modularity
 from cimage_dist.pseudo.kmeans import kmeans
-from cimage_dist.pseudo.metrics import cluster_scores, contingency, hard_modularity
 from cimage_dist.types import NodeSplit, Topology
 
 

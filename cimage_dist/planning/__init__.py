@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cimage_dist.ci import packed_size
 from cimage_dist.ci.hsic import repeats_for
-from cimage_dist.ci.kernels import packed_size
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.planning.memory import (

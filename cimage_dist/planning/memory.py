@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cimage_dist.ci.kernels import packed_size
+from cimage_dist.ci import packed_size
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.planning.play import SECOND, Played, Rows

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
+from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.dinknet_model import (
     Batch,
     DinkNet,
@@ -25,7 +26,6 @@ from cimage_dist.pseudo.dinknet_model import (
     project_to_ball,
 )
 from cimage_dist.pseudo.kmeans import assign, kmeans
-from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.propagated import Tick, check_input, sampled
 from cimage_dist.pseudo.rdgae import step_on
 from cimage_dist.registry import Clusterer

@@ -22,8 +22,8 @@ from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.losses.modularity import unit_rows
 from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.kmeans import assign, kmeans
-from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.registry import Clusterer
 from cimage_dist.types import EdgeList, Features, Topology
 

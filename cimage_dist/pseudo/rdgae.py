@@ -22,8 +22,8 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.nn.messages import gcn_smooth, weighted_sum
+from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.kmeans import kmeans
-from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.rdgae_loss import (
     TargetGraph,
     TrustedNodes,

@@ -20,7 +20,7 @@ from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir
-from cimage_dist.tune.space import Point, dotlist
+from cimage_dist.tune import Point, dotlist
 
 Stage = Literal["search", "fresh"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

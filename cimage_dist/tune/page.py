@@ -18,10 +18,10 @@ from cimage_dist.reporting.charts import (
     table,
     thinned,
 )
+from cimage_dist.tune import Choice, Dimension
 from cimage_dist.tune.ledger import Ledger, Standing, epochs_of, reports, standings
 from cimage_dist.tune.plan import BASELINE
 from cimage_dist.tune.search import importance
-from cimage_dist.tune.space import Choice, Dimension
 from cimage_dist.tune.spec import Sweep
 
 _MOST_POINTS_OF_A_CURVE = 60

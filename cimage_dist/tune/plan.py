@@ -16,9 +16,9 @@ from typing import Any, Literal
 from cimage_dist.config import OptimConfig
 from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir
+from cimage_dist.tune import Choice, Dimension, Point, Space, value_of
 from cimage_dist.tune.ledger import Ledger, Stage, Standing, Trial, standings
 from cimage_dist.tune.search import draw, grid, suggest
-from cimage_dist.tune.space import Choice, Dimension, Point, Space, value_of
 from cimage_dist.tune.spec import Sweep
 
 BASELINE = 0  # the point that is the given config, where it is tried

@@ -12,8 +12,8 @@ from typing import Any
 
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
+from cimage_dist.tune import Choice, Dimension, Point, Space
 from cimage_dist.tune.ledger import Standing
-from cimage_dist.tune.space import Choice, Dimension, Point, Space
 
 _DRAW, _TPE = 1, 2  # streams of the search's seed
 _TRIES = 200

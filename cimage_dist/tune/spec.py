@@ -26,9 +26,7 @@ from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import make_validator
 from cimage_dist.io import artifacts
-from cimage_dist.tune.ledger import Ledger
-from cimage_dist.tune.search import grid, random_point
-from cimage_dist.tune.space import (
+from cimage_dist.tune import (
     Point,
     Space,
     check_points,
@@ -37,6 +35,8 @@ from cimage_dist.tune.space import (
     dotlist,
     parse_space,
 )
+from cimage_dist.tune.ledger import Ledger
+from cimage_dist.tune.search import grid, random_point
 
 SEARCHES = ("grid", "random", "tpe")
 _CHECKED, _MOST_CHECKED = 200, 2000  # points loaded before a sweep starts: of a space, of a grid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cimage_dist.ci import centred_delta, centred_gaussian
 from cimage_dist.ci.hsic import (
     HsicStats,
     averaged,
@@ -14,7 +15,6 @@ from cimage_dist.ci.hsic import (
     draw_blocks,
     repeats_for,
 )
-from cimage_dist.ci.kernels import centred_delta, centred_gaussian
 from cimage_dist.errors import UserError
 from tests import reference
 

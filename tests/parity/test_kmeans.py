@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
+from cimage_dist.pseudo import contingency, hard_modularity
 from cimage_dist.pseudo.kmeans import kmeans
-from cimage_dist.pseudo.metrics import contingency, hard_modularity
 from cimage_dist.types import Topology
 from tests.procs import run_ranks
 

@@ -21,7 +21,7 @@ def blurred(
 
 
 def accuracy(q: torch.Tensor, labels: torch.Tensor) -> float:
-    from cimage_dist.pseudo.metrics import contingency, matched_accuracy
+    from cimage_dist.pseudo import contingency, matched_accuracy
 
     return matched_accuracy(contingency(q.argmax(1), labels, q.shape[1], q.shape[1]))
 

@@ -17,6 +17,7 @@ from sklearn.metrics import adjusted_rand_score
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
+from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.dinknet import DinkNetSettings, _Run, dinknet_labels, settings_for
 from cimage_dist.pseudo.dinknet_model import (
     DinkNet,
@@ -27,7 +28,6 @@ from cimage_dist.pseudo.dinknet_model import (
     project_to_ball,
     row_factors,
 )
-from cimage_dist.pseudo.metrics import hard_modularity
 from cimage_dist.pseudo.rdgae import step_on
 from cimage_dist.types import Features, Topology
 from tests.graphs import random_topology

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score, f1_score, normalized_mutual_info_score
 
+from cimage_dist import pseudo as metrics
 from cimage_dist.errors import UserError
-from cimage_dist.pseudo import metrics
-from cimage_dist.pseudo.metrics import (
+from cimage_dist.pseudo import (
     ari,
     cluster_scores,
     contingency,

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.nn.features import compact
-from cimage_dist.pseudo import rdgae_loss
-from cimage_dist.pseudo.metrics import contingency, matched_accuracy
+from cimage_dist.pseudo import contingency, matched_accuracy, rdgae_loss
 from cimage_dist.pseudo.rdgae import (
     Encoder,
     RDGAESettings,

@@ -16,8 +16,8 @@ from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.nn.encoder import Encoder, Encoding
-from cimage_dist.pseudo.metrics import contingency
-from cimage_dist.pseudo.metrics import nmi as table_nmi
+from cimage_dist.pseudo import contingency
+from cimage_dist.pseudo import nmi as table_nmi
 from cimage_dist.train import initial, loop
 from cimage_dist.train.initial import (
     LabelSet,
