@@ -18,15 +18,12 @@ from cimage_dist.ci import NORM_EPS, centred_delta, centred_gaussian, packed_siz
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 
-_CHUNK_BYTES = (
-    16 << 20
-    # of packed kernels at a time: bounds memory whatever n is; smaller chunks pay in thread
-    # synchronisation
-)
+# Of packed kernels at a time: bounds memory whatever n is; smaller ones pay in thread
+# synchronisation.
+_CHUNK_BYTES = 16 << 20
 _GROUP_BLOCKS = 16  # of block_statistics: 7 MB of packed kernels in single precision at D = 512
-_PANEL = (
-    128  # columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512
-)
+# Columns per GEMM of the upper triangle: 5/8 of the work of the full product at D = 512.
+_PANEL = 128
 _STD_EPS = 1e-19
 _ROWS = 4096
 MIN_BLOCKS = 500
@@ -68,18 +65,12 @@ def averaged(past: HsicStats | None, new: HsicStats, decay: float) -> HsicStats:
         return new
     weight = 1.0 + decay * past.weight
 
-    def mean(old: Any, now: Any) -> Any:
+    def mean(name: str) -> Any:
+        old, now = getattr(past, name), getattr(new, name)
         return old + (now - old) / weight
 
-    return replace(
-        new,
-        G=mean(past.G, new.G),
-        b=mean(past.b, new.b),
-        y2=mean(past.y2, new.y2),
-        coverage=mean(past.coverage, new.coverage),
-        zero_label_fraction=mean(past.zero_label_fraction, new.zero_label_fraction),
-        weight=weight,
-    )
+    names = ("G", "b", "y2", "coverage", "zero_label_fraction")
+    return replace(new, weight=weight, **{name: mean(name) for name in names})
 
 
 def repeats_for(n: int, block_size: int, repeats: int | None = None) -> int:
@@ -138,9 +129,8 @@ def draw_blocks(
         order = torch.argsort(keyed.bits(keyed.stream(seed, "ci-blocks", repeat), gids))
         if block_classes is not None:
             by_class, _ = _class_runs(labels, order, run)
-            shuffle = torch.argsort(
-                keyed.bits(keyed.stream(seed, "ci-blocks", repeat, 1), gids[by_class[:, 0]])
-            )
+            key = keyed.stream(seed, "ci-blocks", repeat, 1)
+            shuffle = torch.argsort(keyed.bits(key, gids[by_class[:, 0]]))
             order = by_class[shuffle].flatten()
         count = order.numel() // block_size
         blocks.append(order[: count * block_size].view(count, block_size))
@@ -176,23 +166,13 @@ def block_statistics(
     num_rows, width = sample.x.shape
     num_classes = int(sample.labels.unique().numel())
     repeats = repeats_for(num_rows, block_size, repeats)
-    blocks = draw_blocks(
-        sample.labels,
-        sample.gids,
-        seed=seed,
-        block_size=block_size,
-        repeats=repeats,
-        block_classes=block_classes,
-    )
+    size: dict[str, Any] = {"block_size": block_size, "repeats": repeats}
+    drawn = size | {"seed": seed, "block_classes": block_classes}
+    blocks = draw_blocks(sample.labels, sample.gids, **drawn)
     num_blocks = blocks.shape[0]
-    used_repeats = repeats if num_blocks > 1 else 1
     num_nonfinite = int((~torch.isfinite(sample.x)).sum())
     local = torch.zeros(width * width + width + 2, dtype=torch.float64, device=sample.x.device)
-    gram, cross, scalars = (
-        local[: width * width].view(width, width),
-        local[width * width : -2],
-        local[-2:],
-    )
+    gram, cross, scalars = _parts(local, width)
     if num_nonfinite == 0:
         mean, scale = _moments(sample.x)
         dtype = dtype or (torch.float64 if sample.x.dtype == torch.float64 else torch.float32)
@@ -204,20 +184,30 @@ def block_statistics(
             cross += (flat.T @ label_packed.flatten().to(dtype)).to(torch.float64)
             scalars[0] += label_packed.square().sum()
             scalars[1] += (label_norm == 0).sum()
-    total = comm.sum(local).cpu() / max(num_blocks, 1)
-    g = _mirror(total[: width * width].view(width, width))
+    gram, cross, scalars = _parts(comm.sum(local).cpu() / max(num_blocks, 1), width)
+    g = _mirror(gram)
     return HsicStats(
         G=g,
-        b=total[width * width : -2].clone(),
-        y2=float(total[-2]),
+        b=cross.clone(),
+        y2=float(scalars[0]),
         num_blocks=num_blocks,
         n=num_rows,
-        zero_label_fraction=float(total[-1]),
+        zero_label_fraction=float(scalars[1]),
         num_classes=num_classes,
         block_size=block_size,
-        repeats=used_repeats,
+        repeats=repeats if num_blocks > 1 else 1,
         coverage=g.diagonal().clone(),
         num_nonfinite=num_nonfinite,
+    )
+
+
+def _parts(packed: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the reduced values: [D, D], [D] and what follows."""
+    square = width * width
+    return (
+        packed[:square].view(width, width),
+        packed[square : square + width],
+        packed[square + width :],
     )
 
 
@@ -252,31 +242,25 @@ def conditional_statistics(
     mean, scale = _moments(sample.x)
     chunk = _chunk_blocks(block_size, width, torch.float64)
     local = torch.zeros(width * width + width, dtype=torch.float64, device=sample.x.device)
-    gram, norms = local[: width * width].view(width, width), local[width * width :]
-    free = draw_blocks(
-        sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats
-    )
-    for index in free[comm.rank :: comm.world].split(chunk):
-        norms += centred_gaussian(_standardised(sample.x, index, mean, scale, torch.float64))[
-            1
-        ].sum(dim=0)
-    inside, weight = class_blocks(
-        sample.labels, sample.gids, seed=seed, block_size=block_size, repeats=repeats
-    )
+    gram, norms, _ = _parts(local, width)
+    drawn: dict[str, Any] = {"seed": seed, "block_size": block_size, "repeats": repeats}
     mine = slice(comm.rank, None, comm.world)
-    for index, block_weight in zip(
-        inside[mine].split(chunk), weight[mine].split(chunk), strict=True
-    ):
-        packed, _ = centred_gaussian(
-            _standardised(sample.x, index, mean, scale, torch.float64), normalise=False
-        )
+
+    def rows(index: Tensor) -> Tensor:
+        return _standardised(sample.x, index, mean, scale, torch.float64)
+
+    free = draw_blocks(sample.labels, sample.gids, **drawn)
+    for index in free[mine].split(chunk):
+        norms += centred_gaussian(rows(index))[1].sum(dim=0)
+    inside, weight = class_blocks(sample.labels, sample.gids, **drawn)
+    pieces = (inside[mine].split(chunk), weight[mine].split(chunk))
+    for index, block_weight in zip(*pieces, strict=True):
+        packed, _ = centred_gaussian(rows(index), normalise=False)
         packed *= block_weight.sqrt().view(-1, 1, 1)
         _add_gram(gram, packed.view(-1, width))
-    total = comm.sum(local).cpu()
-    unit = 1.0 / (total[width * width :] / free.shape[0] + NORM_EPS)
-    within = (
-        _mirror(total[: width * width].view(width, width)) * unit.unsqueeze(0) * unit.unsqueeze(1)
-    )
+    gram, norms, _ = _parts(comm.sum(local).cpu(), width)
+    unit = 1.0 / (norms / free.shape[0] + NORM_EPS)
+    within = _mirror(gram) * unit.unsqueeze(0) * unit.unsqueeze(1)
     values, vectors = torch.linalg.eigh(2.0 * (stats.G - within))
     clipped = values.clamp(min=1e-6 * max(float(values[-1]), 0.0))
     return replace(stats, G=(vectors * clipped) @ vectors.T, is_conditional=True)
@@ -333,14 +317,9 @@ def _chunk_blocks(block_size: int, width: int, dtype: torch.dtype) -> int:
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and 1 / (std + 1e-19) per column in float64, two passes over row chunks."""
-    mean = sum(
-        (part.to(torch.float64).sum(dim=0) for part in x.split(_ROWS)),
-        x.new_zeros(x.shape[1], dtype=torch.float64),
-    ) / max(x.shape[0], 1)
-    square = sum(
-        ((part.to(torch.float64) - mean).square().sum(dim=0) for part in x.split(_ROWS)),
-        torch.zeros_like(mean),
-    )
+    parts, none = x.split(_ROWS), x.new_zeros(x.shape[1], dtype=torch.float64)
+    mean = sum((part.to(torch.float64).sum(dim=0) for part in parts), none) / max(x.shape[0], 1)
+    square = sum(((part.to(torch.float64) - mean).square().sum(dim=0) for part in parts), none)
     return mean, 1.0 / ((square / max(x.shape[0], 1)).sqrt() + _STD_EPS)
 
 
@@ -350,21 +329,15 @@ def _standardised(
     """Rows of the blocks [m, B] as [m, B, D], minus the mean (which no difference sees) and divided
     by the standard deviation.
     """
-    return (
-        (x[index.flatten()].to(torch.float64).sub_(mean).mul_(scale))
-        .to(dtype)
-        .view(*index.shape, x.shape[1])
-    )
+    rows = x[index.flatten()].to(torch.float64).sub_(mean).mul_(scale)
+    return rows.to(dtype).view(*index.shape, x.shape[1])
 
 
 def _add_gram(gram: Tensor, rows: Tensor) -> None:
     """gram += rowsᵀ rows, upper panels only, accumulated in float64."""
     for begin in range(0, rows.shape[1], _PANEL):
-        left, right, out = (
-            rows[:, begin : begin + _PANEL],
-            rows[:, begin:],
-            gram[begin : begin + _PANEL, begin:],
-        )
+        panel = slice(begin, begin + _PANEL)
+        left, right, out = rows[:, panel], rows[:, begin:], gram[panel, begin:]
         if rows.dtype == gram.dtype:
             out.addmm_(left.T, right)
         else:

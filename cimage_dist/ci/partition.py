@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,6 +20,7 @@ from cimage_dist.ci import Features, factor_means, factor_scores, random_half
 from cimage_dist.ci.hsic import HsicStats
 from cimage_dist.ci.selection import (
     Inner,
+    VIProblem,
     VIResult,
     kept_features,
     prepare_vi,
@@ -36,9 +37,8 @@ _LOG = logging.getLogger("cimage")
 LAM_RANGE = (1e-8, 1.0)
 MAX_SOLVES = 25
 MAX_RESCALES = 20
-_REFINE_SOLVES = (
-    6  # spent on an exact hit once the count is near enough, in the first search of a run
-)
+# Spent on an exact hit once the count is near enough, in the first search of a run.
+_REFINE_SOLVES = 6
 _MIN_WIDTH = 1e-3
 
 
@@ -71,22 +71,11 @@ def choose_partition(
         # One BLAS thread: these matrices are too small to share, and busy cores would make the
         # threads wait for each other.
         with threadpool_limits(limits=1, user_api="blas"):
-            scores = _choose(
-                stats,
-                num_factors,
-                features,
-                lam,
-                num_factors // 2 if target is None else target,
-                solver,
-                inner,
-                previous,
-                seed,
-            )
-        scores = (
-            replace(scores, omega=scores.omega / (2.0 * (1.0 - pi)))
-            if scores.num_solves
-            else scores
-        )
+            solve = _Solves(stats, num_factors, features, solver, inner)
+            goal = num_factors // 2 if target is None else target
+            scores = _choose(solve, lam, goal, previous, seed)
+        if scores.num_solves:
+            scores = replace(scores, omega=scores.omega / (2.0 * (1.0 - pi)))
         if scores.notes:
             _LOG.info("CI scores %s: %s", scores.status, scores.notes)
     return comm.broadcast_object(scores)
@@ -101,11 +90,8 @@ def _check(
     pi: float,
 ) -> None:
     width = stats.b.numel()
-    if (
-        (features == "factor_mean" and width != num_factors)
-        or num_factors < 1
-        or width % num_factors
-    ):
+    is_mean = features == "factor_mean"
+    if num_factors < 1 or width % num_factors or (is_mean and width != num_factors):
         raise UserError(
             f"CI scores in mode '{features}' with {num_factors} factors do not fit HSIC "
             f"statistics of {width} features."
@@ -124,46 +110,30 @@ def _check(
 
 
 def _choose(
-    stats: HsicStats,
-    num_factors: int,
-    features: Features,
-    lam: float | str,
-    target: int,
-    solver: Solver,
-    inner: Inner,
-    previous: CIScores | None,
-    seed: int,
+    solve: _Solves, lam: float | str, target: int, previous: CIScores | None, seed: int
 ) -> CIScores:
-    refused = refusal(stats)
-    if refused is not None:
-        status, reason = refused
-        return _without_solve(stats, num_factors, previous, seed, status, reason)
+    stats, num_factors = solve.stats, solve.num_factors
+    if refused := refusal(stats):
+        return _without_solve(solve, previous, seed, *refused)
     if num_factors == 1:
-        return _result(
-            _Trial(0.0, None, torch.ones(1, dtype=torch.float64)),
-            stats,
-            0,
-            "single-factor",
-            "one factor cannot be split",
-        )
-    solve = _Solves(
-        stats, num_factors, features, "nnlasso" if stats.is_conditional else solver, inner
-    )
+        only = _Trial(0.0, None, torch.ones(1, dtype=torch.float64))
+        return _result(only, solve, "single-factor", "one factor cannot be split")
     if isinstance(lam, str):
-        is_warm = previous is not None and previous.lam > 0
+        last = 0.0 if previous is None else previous.lam
         # Above max b the lasso has no weight at all: without a previous penalty its search comes
         # down from there.
         cold = float(stats.b.max()) / 2 if solve.solver == "nnlasso" else None
-        best, notes = _search(
-            solve, target, previous.lam if is_warm and previous is not None else cold, is_warm
-        )
+        best, notes = _search(solve, target, last if last > 0 else cold, last > 0)
     else:
         best, notes = _rescale(solve, float(lam))
     if best.size == 0:
-        return _top_b(best, stats, num_factors, features, solve.count, notes)
-    if best.size == num_factors:
-        return _smallest(best, stats, num_factors, features, solve.count, notes)
-    return _result(best, stats, solve.count, "ok", notes)
+        scores, status, why = _top_b(solve), "fallback-top-b", "all weights are zero"
+    elif best.size == num_factors:
+        scores = _without_smallest(best.scores)
+        status, why = "fallback-smallest", "no factor has weight zero"
+    else:
+        return _result(best, solve, "ok", notes)
+    return _result(replace(best, scores=scores), solve, status, f"{why}; {notes}".rstrip("; "))
 
 
 @dataclass(frozen=True)
@@ -188,22 +158,23 @@ class _Solves:
         self, stats: HsicStats, num_factors: int, features: Features, solver: Solver, inner: Inner
     ) -> None:
         self.count = 0
-        self.num_factors = num_factors
-        self.solver = solver
-        self._features: Features = features
+        self.stats, self.num_factors, self.features = stats, num_factors, features
+        self.solver: Solver = "nnlasso" if stats.is_conditional else solver
+        self._inner: Inner = inner
         self._warm: Tensor | None = None
-        self._run: Callable[[float], VIResult]
-        if solver == "vi":
-            problem = prepare_vi(stats)
-            self._run = lambda lam: solve_vi(problem, lam, warm=self._warm, inner=inner)
-        else:
-            self._run = lambda lam: solve_nnlasso(stats, lam, warm=self._warm)
+
+    @cached_property
+    def _problem(self) -> VIProblem:
+        return prepare_vi(self.stats)
 
     def __call__(self, lam: float) -> _Trial:
-        outcome = self._run(lam)
+        if self.solver == "vi":
+            outcome = solve_vi(self._problem, lam, warm=self._warm, inner=self._inner)
+        else:
+            outcome = solve_nnlasso(self.stats, lam, warm=self._warm)
         self.count += 1
         self._warm = outcome.omega
-        return _Trial(lam, outcome, factor_scores(outcome.omega, self.num_factors, self._features))
+        return _Trial(lam, outcome, factor_scores(outcome.omega, self.num_factors, self.features))
 
 
 def _search(solve: _Solves, target: int, start: float | None, is_warm: bool) -> tuple[_Trial, str]:
@@ -216,12 +187,9 @@ def _search(solve: _Solves, target: int, start: float | None, is_warm: bool) -> 
     low, high = math.log(LAM_RANGE[0]), math.log(LAM_RANGE[1])
     left, right = low, high
     is_left_known = is_right_known = start is None  # without a start the whole range is the bracket
-    x = (
-        (low + high) / 2
-        if start is None
-        else min(max(math.log(max(start, LAM_RANGE[0])), low), high)
-    )
-    stride = math.log(4.0)
+    x, stride = (low + high) / 2, math.log(4.0)
+    if start is not None:
+        x = min(max(math.log(max(start, LAM_RANGE[0])), low), high)
     trials: list[_Trial] = []
     near_since: int | None = None
     while len(trials) < MAX_SOLVES:
@@ -251,11 +219,8 @@ def _search(solve: _Solves, target: int, start: float | None, is_warm: bool) -> 
     best = min(usable, key=lambda trial: (abs(trial.size - target), trial.lam))
     if abs(best.size - target) <= tolerance:
         return best, ""
-    return (
-        best,
-        f"no penalty in [{LAM_RANGE[0]:g}, {LAM_RANGE[1]:g}] gives a first context of about "
-        f"{target} of {solve.num_factors} factors; nearest is {best.size}",
-    )
+    note = f"no penalty in [{LAM_RANGE[0]:g}, {LAM_RANGE[1]:g}] gives a first context of about "
+    return best, f"{note}{target} of {solve.num_factors} factors; nearest is {best.size}"
 
 
 def _rescale(solve: _Solves, lam: float) -> tuple[_Trial, str]:
@@ -269,26 +234,19 @@ def _rescale(solve: _Solves, lam: float) -> tuple[_Trial, str]:
     while trial.size == wrong and steps < MAX_RESCALES:
         steps += 1
         trial = solve(trial.lam / 2 if is_empty else max(trial.lam * 2, LAM_RANGE[0]))
-    return (
-        trial,
-        f"lambda {'halved' if is_empty else 'doubled'} {steps} times from {lam:g}" if steps else "",
-    )
+    note = f"lambda {'halved' if is_empty else 'doubled'} {steps} times from {lam:g}"
+    return trial, note if steps else ""
 
 
 def refusal(stats: HsicStats) -> tuple[str, str] | None:
     """Status and reason when the data cannot decide, else None."""
-    if stats.num_nonfinite or not bool(
-        torch.isfinite(stats.G).all() and torch.isfinite(stats.b).all()
-    ):
-        return (
-            "skipped-nonfinite",
-            f"{stats.num_nonfinite} values of the sampled embeddings are NaN or infinite",
-        )
+    is_finite = bool(torch.isfinite(stats.G).all() and torch.isfinite(stats.b).all())
+    if stats.num_nonfinite or not is_finite:
+        reason = f"{stats.num_nonfinite} values of the sampled embeddings are NaN or infinite"
+        return "skipped-nonfinite", reason
     if stats.n < 2 * stats.block_size:
-        return (
-            "undecided",
-            f"{stats.n} pseudo-labelled nodes are fewer than two blocks of {stats.block_size}",
-        )
+        reason = f"{stats.n} pseudo-labelled nodes are fewer than two blocks of {stats.block_size}"
+        return "undecided", reason
     if stats.num_classes < 2:
         return "undecided", "the pseudo-labelled nodes hold fewer than two classes"
     if stats.num_blocks == 0 or stats.zero_label_fraction > 0.5:
@@ -299,88 +257,35 @@ def refusal(stats: HsicStats) -> tuple[str, str] | None:
 
 
 def _without_solve(
-    stats: HsicStats,
-    num_factors: int,
-    previous: CIScores | None,
-    seed: int,
-    status: str,
-    reason: str,
+    solve: _Solves, previous: CIScores | None, seed: int, status: str, reason: str
 ) -> CIScores:
+    is_open = status == "undecided"
     if previous is not None:
-        return replace(
-            previous,
-            num_solves=0,
-            status="kept-previous" if status == "undecided" else status,
-            notes=reason,
-        )
-    chosen = random_half(num_factors, seed)
-    omega = torch.zeros(stats.b.numel(), dtype=torch.float64)
-    return CIScores(
-        chosen.to(torch.float64),
-        chosen,
-        0.0,
-        0.0,
-        omega,
-        0,
-        "random-half" if status == "undecided" else status,
-        reason,
-    )
+        status = "kept-previous" if is_open else status
+        return replace(previous, num_solves=0, status=status, notes=reason)
+    half = random_half(solve.num_factors, seed).to(torch.float64)
+    return _result(_Trial(0.0, None, half), solve, "random-half" if is_open else status, reason)
 
 
-def _top_b(
-    best: _Trial,
-    stats: HsicStats,
-    num_factors: int,
-    features: Features,
-    num_solves: int,
-    notes: str,
-) -> CIScores:
-    """F1 = the ⌈K/4⌉ factors most dependent on the labels by mean b, scored by it."""
-    mean = factor_means(stats.b, num_factors, features)
-    top = torch.argsort(mean, descending=True, stable=True)[: math.ceil(num_factors / 4)]
-    scores = torch.zeros_like(mean)
-    scores[top] = (mean[top] / mean.max().clamp(min=torch.finfo(mean.dtype).tiny)).clamp(
-        min=torch.finfo(mean.dtype).tiny
-    )
-    return _result(
-        replace(best, scores=scores),
-        stats,
-        num_solves,
-        "fallback-top-b",
-        f"all weights are zero; {notes}".rstrip("; "),
-    )
+def _top_b(solve: _Solves) -> Tensor:
+    """F1 = the ⌈K/4⌉ factors most dependent on the labels by mean b, scored by it; [K]."""
+    mean = factor_means(solve.stats.b, solve.num_factors, solve.features)
+    top = torch.argsort(mean, descending=True, stable=True)[: math.ceil(mean.numel() / 4)]
+    scores, tiny = torch.zeros_like(mean), torch.finfo(mean.dtype).tiny
+    scores[top] = (mean[top] / mean.max().clamp(min=tiny)).clamp(min=tiny)
+    return scores
 
 
-def _smallest(
-    best: _Trial,
-    stats: HsicStats,
-    num_factors: int,
-    features: Features,
-    num_solves: int,
-    notes: str,
-) -> CIScores:
-    """F2 = the ⌈K/4⌉ factors of smallest mean weight; their scores become zero."""
-    scores = best.scores.clone()
-    scores[torch.argsort(scores, stable=True)[: math.ceil(num_factors / 4)]] = 0.0
-    return _result(
-        replace(best, scores=scores),
-        stats,
-        num_solves,
-        "fallback-smallest",
-        f"no factor has weight zero; {notes}".rstrip("; "),
-    )
+def _without_smallest(scores: Tensor) -> Tensor:
+    """F2 = the ⌈K/4⌉ factors of smallest mean weight; their scores become zero; [K]."""
+    scores = scores.clone()
+    scores[torch.argsort(scores, stable=True)[: math.ceil(scores.numel() / 4)]] = 0.0
+    return scores
 
 
-def _result(trial: _Trial, stats: HsicStats, num_solves: int, status: str, notes: str) -> CIScores:
-    outcome = trial.outcome
-    omega = torch.zeros(stats.b.numel(), dtype=torch.float64) if outcome is None else outcome.omega
-    return CIScores(
-        trial.scores,
-        trial.scores > 0,
-        trial.lam,
-        0.0 if outcome is None else outcome.sigma2,
-        omega,
-        num_solves,
-        status,
-        notes,
-    )
+def _result(trial: _Trial, solve: _Solves, status: str, notes: str) -> CIScores:
+    omega, sigma2 = torch.zeros(solve.stats.b.numel(), dtype=torch.float64), 0.0
+    if trial.outcome is not None:
+        omega, sigma2 = trial.outcome.omega, trial.outcome.sigma2
+    chosen = trial.scores > 0
+    return CIScores(trial.scores, chosen, trial.lam, sigma2, omega, solve.count, status, notes)

@@ -37,10 +37,8 @@ def contingency(
                 f"contingency table: {int(wrong.sum())} {name} ids lie outside 0..{count - 1}, "
                 f"the first is {int(ids[wrong][0])}."
             )
-    table = torch.bincount(pred * num_true + true, minlength=num_pred * num_true).view(
-        num_pred, num_true
-    )
-    return (comm or Comm()).sum(table)
+    counts = torch.bincount(pred * num_true + true, minlength=num_pred * num_true)
+    return (comm or Comm()).sum(counts.view(num_pred, num_true))
 
 
 def matched_accuracy(table: Tensor) -> float:
@@ -107,12 +105,8 @@ def macro_f1(table: Tensor) -> float:
 
 def cluster_scores(table: Tensor) -> dict[str, float]:
     """The four scores of a contingency table as fractions (ari may be slightly negative)."""
-    return {
-        "acc": matched_accuracy(table),
-        "nmi": nmi(table),
-        "ari": ari(table),
-        "f1": macro_f1(table),
-    }
+    scores = {"acc": matched_accuracy, "nmi": nmi, "ari": ari, "f1": macro_f1}
+    return {name: score(table) for name, score in scores.items()}
 
 
 def hard_modularity(labels: Tensor, topology: Topology, comm: Comm | None = None) -> float:
@@ -145,20 +139,16 @@ def hard_modularity(labels: Tensor, topology: Topology, comm: Comm | None = None
         inside += (row_labels == column_labels).sum()
         volume += torch.bincount(row_labels, minlength=num_clusters)
     total = float(topology.num_edges)
-    return int(comm.sum(inside)) / total - float(
-        (comm.sum(volume).to(torch.float64) / total).square().sum()
-    )
+    shares = comm.sum(volume).to(torch.float64) / total
+    return int(comm.sum(inside)) / total - float(shares.square().sum())
 
 
 def _rows_of(indptr: Tensor, begin: int, end: int) -> Tensor:
     """Row of each entry begin..end-1 of a compressed matrix, int64 [end - begin], without looking
     at the other entries.
     """
-    bounds = (
-        torch.searchsorted(indptr, torch.tensor([begin, end - 1], device=indptr.device), right=True)
-        - 1
-    )
-    first, last = int(bounds[0]), int(bounds[1])
+    ends = torch.tensor([begin, end - 1], device=indptr.device)
+    first, last = (torch.searchsorted(indptr, ends, right=True) - 1).tolist()
     counts = indptr[first : last + 2].clamp(begin, end).diff()
     return torch.repeat_interleave(counts) + first
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +62,8 @@ class DinkNetSettings:
     stop_below: float = 1e-3  # share of nodes that change cluster in an epoch
     restarts: int = 20
     fit_rows: int = 100_000  # of k-means, about; more nodes are sampled
-    whole_values: int = (
-        1 << 30
-    )  # N·D up to which H is kept; beyond, it is made batch by batch whenever it is read
+    # N·D up to which H is kept; beyond, it is made batch by batch whenever it is read
+    whole_values: int = 1 << 30
 
 
 def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
@@ -73,33 +74,15 @@ def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
     many epochs as make 200 steps, and centres that move in an epoch as far as in one step of a full
     batch.
     """
+    large = partial(DinkNetSettings, restarts=1)
     published = {
         "cora": DinkNetSettings(hops=5),
         "citeseer": DinkNetSettings(width=1536, hops=5, pretrain_epochs=100, pretrain_lr=5e-4),
         "photo": DinkNetSettings(pretrain_epochs=500, rounds=2, finetune_epochs=100),
-        "ogbn-arxiv": DinkNetSettings(
-            width=1500,
-            pretrain_epochs=1,
-            pretrain_lr=1e-4,
-            rounds=1,
-            finetune_epochs=100,
-            finetune_lr=1e-4,
-            batch=8192,
-            restarts=1,
-        ),
-        "ogbn-products": DinkNetSettings(
-            width=1024, pretrain_epochs=10, rounds=1, finetune_epochs=10, batch=8192, restarts=1
-        ),
-        "ogbn-papers100m": DinkNetSettings(
-            width=256,
-            pretrain_epochs=1,
-            pretrain_lr=1e-4,
-            rounds=1,
-            finetune_epochs=1,
-            finetune_lr=1e-5,
-            batch=10_240,
-            restarts=1,
-        ),
+        # width, hops, pre-training (epochs, rate, rounds), fine-tuning (epochs, rate), batch
+        "ogbn-arxiv": large(1500, 10, 1, 1e-4, 1, 100, 1e-4, 8192),
+        "ogbn-products": large(1024, 10, 10, 1e-3, 1, 10, 1e-2, 8192),
+        "ogbn-papers100m": large(256, 10, 1, 1e-4, 1, 1, 1e-5, 10_240),
     }
     if name in published or num_nodes <= _FULL_BATCH_NODES:
         return published.get(name, DinkNetSettings())
@@ -107,16 +90,7 @@ def settings_for(name: str, num_nodes: int) -> DinkNetSettings:
     epochs = math.ceil(_PRETRAIN_STEPS / steps)
     # α = 1e-10 moves the encoder by less than rounding (Adam's ε is 1e-8), but H would have to be
     # made again after every epoch.
-    return DinkNetSettings(
-        width=256,
-        pretrain_epochs=epochs,
-        rounds=1,
-        finetune_epochs=2,
-        finetune_lr=1e-2 / steps,
-        batch=_LARGE_BATCH,
-        restarts=1,
-        tradeoff=0.0,
-    )
+    return large(256, 10, epochs, 1e-3, 1, 2, 1e-2 / steps, _LARGE_BATCH, tradeoff=0.0)
 
 
 def dinknet_labels(
@@ -154,13 +128,8 @@ class _Run:
         comm: Comm,
         tick: Tick,
     ) -> None:
-        self.nodes, self.settings, self.seed, self.comm, self.tick = (
-            Nodes(x, topology, comm),
-            settings,
-            seed,
-            comm,
-            tick,
-        )
+        self.nodes, self.settings, self.seed = Nodes(x, topology, comm), settings, seed
+        self.comm, self.tick = comm, tick
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._key(_WEIGHTS))
             model = DinkNet(x.shape[1], settings.width)
@@ -174,18 +143,12 @@ class _Run:
 
     def discrimination(self, batch: Batch) -> Tensor:
         """This rank's share of L_disc."""
-        keep_F1 = masked_columns(
-            self.nodes.x.shape[1],
-            self.settings.mask_rate,
-            self._key(_MASK, self.step),
-            self.nodes.scale_N,
-        )
-        real, fake = self.nodes.real_and_fake(
-            batch, self.model.weight * keep_F1, self._key(_SHUFFLE, self.step)
-        )
-        return discrimination_loss(
-            self.model.logits(real), self.model.logits(fake), batch.gids.numel()
-        )
+        nodes, rate = self.nodes, self.settings.mask_rate
+        mask, shuffle = (self._key(use, self.step) for use in (_MASK, _SHUFFLE))
+        keep_F1 = masked_columns(nodes.x.shape[1], rate, mask, nodes.scale_N)
+        pre = nodes.real_and_fake(batch, self.model.weight * keep_F1, shuffle)
+        real, fake = map(self.model.logits, pre)
+        return discrimination_loss(real, fake, batch.gids.numel())
 
     def pretrain(self, num_clusters: int) -> Tensor:
         """Collective: the discrimination alone, round by round; leaves the model of the best round
@@ -201,13 +164,8 @@ class _Run:
                 return centres_CD
             found = hard_modularity(self.assignments(centres_CD)[0], self.nodes.topology, self.comm)
             if found > highest:
-                best, highest = (
-                    (
-                        centres_CD,
-                        {name: value.clone() for name, value in self.model.state_dict().items()},
-                    ),
-                    found,
-                )
+                state = {name: value.clone() for name, value in self.model.state_dict().items()}
+                best, highest = (centres_CD, state), found
         assert best is not None
         self.model.load_state_dict(best[1])
         self.h_nD = None
@@ -215,16 +173,11 @@ class _Run:
 
     def _pretrain_round(self, number: int, optimiser: torch.optim.Optimizer) -> None:
         s = self.settings
-        name = (
-            f"Dink-Net pre-training, round {number + 1} of {s.rounds}"
-            if s.rounds > 1
-            else "Dink-Net pre-training"
-        )
+        which = f", round {number + 1} of {s.rounds}" if s.rounds > 1 else ""
+        name = f"Dink-Net pre-training{which}"
         for epoch in range(s.pretrain_epochs):
-            losses = []
-            for batch in self.nodes.batches(
-                s.batch, self._key(_ORDER, number * s.pretrain_epochs + epoch)
-            ):
+            losses, key = [], self._key(_ORDER, number * s.pretrain_epochs + epoch)
+            for batch in self.nodes.batches(s.batch, key):
                 losses.append(step_on(self.discrimination(batch), optimiser, self.comm, "Dink-Net"))
                 self.step += 1
             self.tick(epoch + 1, s.pretrain_epochs, {"loss": sum(losses) / len(losses)}, name)
@@ -235,10 +188,8 @@ class _Run:
         rank.
         """
         if self.keeps_h:
-            yield (
-                torch.arange(*self.comm.slice_of(self.nodes.num_nodes), device=self.nodes.x.device),
-                self._kept(),
-            )
+            mine = self.comm.slice_of(self.nodes.num_nodes)
+            yield torch.arange(*mine, device=self.nodes.x.device), self._kept()
             return
         for batch in self.nodes.batches(self.settings.batch, self._key(_READING_ORDER)):
             yield batch.mine, self.nodes.batch_embedding(self.model, batch, self.settings.hops)
@@ -264,9 +215,8 @@ class _Run:
             chosen = sampled(gids, self.nodes.num_nodes, s.fit_rows, self.seed)
             found.append((gids[chosen], h_mD[chosen]))
         gids, rows = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return kmeans(
-            rows, num_clusters, seed=self.seed, comm=self.comm, gids=gids, restarts=s.restarts
-        ).centres.to(rows.dtype)
+        rest: dict[str, Any] = {"comm": self.comm, "gids": gids, "restarts": s.restarts}
+        return kmeans(rows, num_clusters, seed=self.seed, **rest).centres.to(rows.dtype)
 
     def assignments(self, centres_CD: Tensor) -> tuple[Tensor, Tensor]:
         """Collective: the nearest centre of all nodes, int64 [N], and d₂ - d₁, float64 [N]."""
@@ -286,15 +236,11 @@ class _Run:
         moving = [centres_CD, *self.model.parameters()] if s.tradeoff else [centres_CD]
         optimiser = torch.optim.Adam(moving, lr=s.finetune_lr)
         labels, confidence = self.assignments(centres_CD)
-        best, modularity = (
-            (labels, confidence),
-            hard_modularity(labels, self.nodes.topology, comm) + _NOISE,
-        )
+        best = labels, confidence
+        modularity = hard_modularity(labels, self.nodes.topology, comm) + _NOISE
         for epoch in range(s.finetune_epochs):
-            losses = []
-            for batch in self.nodes.batches(
-                s.batch, self._key(_ORDER, s.rounds * s.pretrain_epochs + epoch)
-            ):
+            losses, key = [], self._key(_ORDER, s.rounds * s.pretrain_epochs + epoch)
+            for batch in self.nodes.batches(s.batch, key):
                 share = clustering_loss(self.rows_of(batch), centres_CD, batch.gids.numel(), comm)
                 if s.tradeoff:
                     share = share + s.tradeoff * self.discrimination(batch)
@@ -305,18 +251,12 @@ class _Run:
                 self.h_nD = None
             previous = labels
             labels, confidence = self.assignments(centres_CD)
-            changed, found = (
-                float((labels != previous).double().mean()),
-                hard_modularity(labels, self.nodes.topology, comm),
-            )
+            changed = float((labels != previous).double().mean())
+            found = hard_modularity(labels, self.nodes.topology, comm)
             if found > modularity:
                 best, modularity = (labels, confidence), found
-            self.tick(
-                epoch + 1,
-                s.finetune_epochs,
-                {"loss": sum(losses) / len(losses), "changed": changed, "modularity": found},
-                "Dink-Net fine-tuning",
-            )
+            values = {"loss": sum(losses) / len(losses), "changed": changed, "modularity": found}
+            self.tick(epoch + 1, s.finetune_epochs, values, "Dink-Net fine-tuning")
             if changed < s.stop_below:
                 break
         return best[0].cpu(), best[1].cpu()

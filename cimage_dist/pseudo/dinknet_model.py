@@ -61,9 +61,8 @@ class Batch:
         """src and dst of the messages into this rank's nodes, dst counted from the first of
         them.
         """
-        first, last = torch.searchsorted(
-            self.dst, torch.tensor([self.begin, self.end], device=self.dst.device)
-        ).tolist()
+        ends = torch.tensor([self.begin, self.end], device=self.dst.device)
+        first, last = torch.searchsorted(self.dst, ends).tolist()
         return self.src[first:last], self.dst[first:last] - self.begin
 
     def induced(self) -> EdgeList:
@@ -101,23 +100,15 @@ class Nodes:
         if size >= self.num_nodes:
             yield self.everything
             return
-        for gids in (
-            keyed.bits(key, torch.arange(self.num_nodes, device=self.x.device))
-            .argsort()
-            .split(size)
-        ):
-            yield self.batch(gids)
+        order = keyed.bits(key, torch.arange(self.num_nodes, device=self.x.device)).argsort()
+        yield from map(self.batch, order.split(size))
 
     def batch(self, gids: Tensor) -> Batch:
         first = self.topology.indptr[gids]
         degrees = self.topology.indptr[gids + 1] - first
         dst, entry = _entries(first, degrees)
-        return Batch(
-            gids,
-            *self.comm.slice_of(gids.numel()),
-            self.topology.indices[entry].to(torch.int64),
-            dst,
-        )
+        src = self.topology.indices[entry].to(torch.int64)
+        return Batch(gids, *self.comm.slice_of(gids.numel()), src, dst)
 
     def real_and_fake(self, batch: Batch, weight_FD: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Â X W and Â X'' W of this rank's nodes, [n, D] each; X'' has the rows of the batch and
@@ -128,23 +119,18 @@ class Nodes:
         """
         if batch.gids.numel() == self.num_nodes:
             q_ND = project(self.x, weight_FD) * self.row_factor_N.unsqueeze(1)
-            src, dst = batch.messages()
-            edges, rows, degree_N = (
-                EdgeList(src, dst, self.num_nodes),
-                slice(batch.begin, batch.end),
-                self.topology.degrees() + 1,
-            )
+            edges, rows = EdgeList(*batch.messages(), self.num_nodes), slice(batch.begin, batch.end)
+            degree_N = self.topology.degrees() + 1
             fake_ND = q_ND[keyed.bits(key, batch.gids).argsort()]
-            return gcn_smooth(q_ND, edges, degree_N, rows), gcn_smooth(
-                fake_ND, edges, degree_N, rows
-            )
+            real, fake = (gcn_smooth(q, edges, degree_N, rows) for q in (q_ND, fake_ND))
+            return real, fake
         inputs = torch.cat([batch.gids, batch.src]).unique()
         permuted = inputs[keyed.bits(key, inputs).argsort()]
         src, _ = batch.messages()
         src = torch.cat([src, batch.mine])
-        return project(self._smoothed(batch, src), weight_FD), project(
-            self._smoothed(batch, permuted[torch.searchsorted(inputs, src)]), weight_FD
-        )
+        carried = (src, permuted[torch.searchsorted(inputs, src)])
+        real, fake = (project(self._smoothed(batch, rows), weight_FD) for rows in carried)
+        return real, fake
 
     @torch.no_grad()
     def embedding(self, model: DinkNet, hops: int) -> Tensor:
@@ -159,13 +145,11 @@ class Nodes:
             spread = local
             for _ in range(hops):
                 spread = smooth(spread, self.topology, self.scale_N)
-            slab_ND[:, block.start - blocks[0].start : block.stop - blocks[0].start] = (
-                local + spread
-            )
+            first = blocks[0].start
+            slab_ND[:, block.start - first : block.stop - first] = local + spread
         rows_nD = columns_to_rows(slab_ND, self.comm)
-        return rows_nD.div_(
-            torch.linalg.vector_norm(rows_nD, dim=1, keepdim=True).clamp_(min=1e-12)
-        )
+        norms = torch.linalg.vector_norm(rows_nD, dim=1, keepdim=True)
+        return rows_nD.div_(norms.clamp_(min=1e-12))
 
     @torch.no_grad()
     def batch_embedding(self, model: DinkNet, batch: Batch, hops: int) -> Tensor:
@@ -173,9 +157,8 @@ class Nodes:
         induced by the batch (§6.4); [n, D].
         """
         src, _ = batch.messages()
-        local_nD = model.activate(
-            project(self._smoothed(batch, torch.cat([src, batch.mine])), model.weight)
-        )
+        smoothed = self._smoothed(batch, torch.cat([src, batch.mine]))
+        local_nD = model.activate(project(smoothed, model.weight))
         local_bD = self.comm.gather_rows(local_nD)
         spread_bD, edges = local_bD, batch.induced()
         for _ in range(hops):
@@ -189,32 +172,21 @@ class Nodes:
         src, dst = batch.messages()
         num_mine = batch.end - batch.begin
         dst = torch.cat([dst, torch.arange(num_mine, device=dst.device)])
-        weight = (
-            self.scale_N[torch.cat([src, batch.mine])]
-            * self.scale_N[batch.mine][dst]
-            * self.row_factor_N[rows]
-        )
+        weight = self.scale_N[torch.cat([src, batch.mine])] * self.scale_N[batch.mine][dst]
+        weight, shape = weight * self.row_factor_N[rows], (num_mine, self.x.shape[1])
         if isinstance(self.x, Tensor):
-            return weighted_sum(
-                self.x.new_zeros(num_mine, self.x.shape[1]), self.x, weight, rows, dst
-            )
-        message, entry = _entries(
-            self._first_entry[rows], self._first_entry[rows + 1] - self._first_entry[rows]
-        )
-        return SparseRows(
-            dst[message],
-            self.x.column[entry],
-            self.x.value[entry] * weight[message],
-            (num_mine, self.x.shape[1]),
-        )
+            return weighted_sum(self.x.new_zeros(shape), self.x, weight, rows, dst)
+        first = self._first_entry[rows]
+        message, entry = _entries(first, self._first_entry[rows + 1] - first)
+        value = self.x.value[entry] * weight[message]
+        return SparseRows(dst[message], self.x.column[entry], value, shape)
 
     @cached_property
     def _first_entry(self) -> Tensor:
         """Where each sparse row begins, int64 [N+1]."""
         assert isinstance(self.x, SparseRows)
-        return torch.searchsorted(
-            self.x.row, torch.arange(self.num_nodes + 1, device=self.x.device)
-        )
+        rows = torch.arange(self.num_nodes + 1, device=self.x.device)
+        return torch.searchsorted(self.x.row, rows)
 
 
 def row_factors(x: Features) -> Tensor:
@@ -235,10 +207,8 @@ def _entries(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """For ranges first[i] .. first[i] + counts[i] - 1 one after the other: i, and the element, of
     every element.
     """
-    which = torch.repeat_interleave(counts)
-    return which, torch.arange(which.numel(), device=which.device) + (
-        first - counts.cumsum(0) + counts
-    )[which]
+    which, shift = torch.repeat_interleave(counts), first - counts.cumsum(0) + counts
+    return which, torch.arange(which.numel(), device=which.device) + shift[which]
 
 
 class DinkNet(nn.Module):
@@ -272,11 +242,8 @@ def masked_columns(num_features: int, rate: float, key: int, like: Tensor) -> Te
     key.
     """
     keep = torch.ones(num_features, 1, dtype=like.dtype, device=like.device)
-    keep[
-        keyed.bits(key, torch.arange(num_features, device=like.device)).argsort()[
-            : int(rate * num_features)
-        ]
-    ] = 0
+    order = keyed.bits(key, torch.arange(num_features, device=like.device)).argsort()
+    keep[order[: int(rate * num_features)]] = 0
     return keep
 
 
@@ -294,15 +261,11 @@ def clustering_loss(h_nD: Tensor, centres_CD: Tensor, batch: int, comm: Comm) ->
     Squares are multiplied out, so that only sums of H and of the centres are needed: O((n + C)·D),
     nothing of size n x C.
     """
-    num_clusters = centres_CD.shape[0]
+    count = centres_CD.shape[0]
     squares, total_D = centres_CD.square().sum(), centres_CD.sum(0)
-    shrink = (
-        num_clusters * h_nD.square().sum() - 2 * (h_nD.sum(0) @ total_D) + h_nD.shape[0] * squares
-    )
-    dilation = (
-        2 * (num_clusters * squares - total_D.square().sum()) / (num_clusters * (num_clusters - 1))
-    )
-    return shrink / (batch * num_clusters) - dilation / comm.world
+    shrink = count * h_nD.square().sum() - 2 * (h_nD.sum(0) @ total_D) + h_nD.shape[0] * squares
+    dilation = 2 * (count * squares - total_D.square().sum()) / (count * (count - 1))
+    return shrink / (batch * count) - dilation / comm.world
 
 
 @torch.no_grad()

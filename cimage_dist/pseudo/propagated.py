@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,8 @@ def estimate_clusters(
     counts = candidates(topology.num_nodes)
     best, highest, since = counts[0], -1.0, 0
     for step, count in enumerate(counts):
-        centres = kmeans(
-            rows_nD[chosen], count, seed=seed, comm=comm, gids=gids[chosen], restarts=_RESTARTS
-        ).centres
+        rest: dict[str, Any] = {"comm": comm, "gids": gids[chosen], "restarts": _RESTARTS}
+        centres = kmeans(rows_nD[chosen], count, seed=seed, **rest).centres
         labels = comm.gather_rows(assign(rows_nD, centres)[0])
         value = hard_modularity(labels.cpu(), topology, comm)
         tick(step + 1, len(counts), {"clusters": count, "modularity": value}, "number of clusters")
@@ -128,21 +128,11 @@ def propagated_labels(
     rows_nD = propagated_rows(x, topology, settings, seed, comm, tick)
     gids = torch.arange(*comm.slice_of(topology.num_nodes), device=rows_nD.device)
     chosen = sampled(gids, topology.num_nodes, settings.fit_rows, seed)
-    found = kmeans(
-        rows_nD[chosen],
-        num_clusters,
-        seed=seed,
-        comm=comm,
-        gids=gids[chosen],
-        restarts=settings.restarts,
-    )
+    rest: dict[str, Any] = {"comm": comm, "gids": gids[chosen], "restarts": settings.restarts}
+    found = kmeans(rows_nD[chosen], num_clusters, seed=seed, **rest)
     labels, confidence, _ = assign(rows_nD, found.centres)
-    tick(
-        settings.hops + 1,
-        settings.hops + 1,
-        {"loss": found.inertia},
-        "k-means on propagated features",
-    )
+    last = settings.hops + 1
+    tick(last, last, {"loss": found.inertia}, "k-means on propagated features")
     return comm.gather_rows(labels).cpu(), comm.gather_rows(confidence.to(torch.float64)).cpu()
 
 
@@ -176,20 +166,16 @@ def sampled(gids: Tensor, num_nodes: int, fit_rows: int, seed: int) -> Tensor:
 
 
 def compute_dtype(x: Features) -> torch.dtype:
-    return (
-        torch.float64
-        if (x if isinstance(x, Tensor) else x.value).dtype == torch.float64
-        else torch.float32
-    )
+    dtype = (x if isinstance(x, Tensor) else x.value).dtype
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def project(x: Features, weight_FD: Tensor) -> Tensor:
     """x W, [N, D]; sparse rows multiply their entries only."""
     if isinstance(x, Tensor):
         return x @ weight_FD
-    return weighted_sum(
-        weight_FD.new_zeros(x.shape[0], weight_FD.shape[1]), weight_FD, x.value, x.column, x.row
-    )
+    none = weight_FD.new_zeros(x.shape[0], weight_FD.shape[1])
+    return weighted_sum(none, weight_FD, x.value, x.column, x.row)
 
 
 def gcn_scale(topology: Topology, x: Features) -> Tensor:
@@ -203,9 +189,8 @@ def smooth(z_ND: Tensor, topology: Topology, scale_N: Tensor) -> Tensor:
     out_ND = torch.empty_like(z_ND)
     for rows, edges in _edge_chunks(topology):
         src, dst, scale_T = edges.src.to(z_ND.device), edges.dst.to(z_ND.device), scale_N[rows]
-        out_ND[rows] = weighted_sum(
-            z_ND[rows] * scale_T.square().unsqueeze(1), z_ND, scale_N[src] * scale_T[dst], src, dst
-        )
+        own = z_ND[rows] * scale_T.square().unsqueeze(1)
+        out_ND[rows] = weighted_sum(own, z_ND, scale_N[src] * scale_T[dst], src, dst)
     return out_ND
 
 
@@ -228,11 +213,9 @@ def columns_to_rows(slab_ND: Tensor, comm: Comm) -> Tensor:
     for first in range(0, num_nodes, size := max(1, _CHUNK_VALUES // width)):
         last = min(first + size, num_nodes)
         part = comm.gather_rows(slab_ND[first:last].t().contiguous())
-        if max(first, begin) < min(last, end):
-            mine = slice(max(first, begin), min(last, end))
-            rows[mine.start - begin : mine.stop - begin] = part[
-                :, mine.start - first : mine.stop - first
-            ].t()
+        low, high = max(first, begin), min(last, end)
+        if low < high:
+            rows[low - begin : high - begin] = part[:, low - first : high - first].t()
     return rows
 
 
@@ -242,9 +225,7 @@ def _propagate(
     """This rank's columns of Â^p X, or of its sketch, for all nodes: [N, D]."""
     width, scale_N = min(x.shape[1], settings.width), gcn_scale(topology, x)
     blocks = columns_of(width, comm)
-    slab_ND = torch.empty(
-        x.shape[0], sum(b.stop - b.start for b in blocks), dtype=scale_N.dtype, device=x.device
-    )
+    slab_ND = scale_N.new_empty(x.shape[0], sum(b.stop - b.start for b in blocks))
     steps = max(len(blocks), 1) * settings.hops
     for i, block in enumerate(blocks):
         z = _columns(x, block, width, seed)
@@ -262,10 +243,8 @@ def _columns(x: Features, block: slice, width: int, seed: int) -> Tensor:
     dtype, columns = compute_dtype(x), torch.arange(block.start, block.stop, device=x.device)
     rows = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
     if x.shape[1] > width:
-        sign = (
-            keyed.bits(keyed.stream(seed, "initial-labels", 1), rows * width + columns) & 1
-        ) * 2 - 1
-        weight_FD = sign.to(dtype) * width**-0.5
+        bits = keyed.bits(keyed.stream(seed, "initial-labels", 1), rows * width + columns)
+        weight_FD = ((bits & 1) * 2 - 1).to(dtype) * width**-0.5
     elif isinstance(x, Tensor):
         return x[:, block].to(dtype).contiguous()
     else:
@@ -274,37 +253,21 @@ def _columns(x: Features, block: slice, width: int, seed: int) -> Tensor:
         return project(x.to(dtype), weight_FD)
     # Half-precision features are raised a piece at a time: all of them may not fit into memory
     # twice.
-    return torch.cat(
-        [part.to(dtype) @ weight_FD for part in x.split(max(1, _CHUNK_VALUES // x.shape[1]))]
-    )
+    parts = x.split(max(1, _CHUNK_VALUES // x.shape[1]))
+    return torch.cat([part.to(dtype) @ weight_FD for part in parts])
 
 
 def _edge_chunks(topology: Topology) -> Iterator[tuple[slice, EdgeList]]:
     """(range of targets, messages into them, targets counted from its start), in order, until all
     nodes have had theirs.
     """
-    begin = 0
+    begin, indptr = 0, topology.indptr
     while begin < topology.num_nodes:
-        whole = (
-            int(
-                torch.searchsorted(
-                    topology.indptr, topology.indptr[begin] + _CHUNK_EDGES, right=True
-                )
-            )
-            - 1
-        )
+        whole = int(torch.searchsorted(indptr, indptr[begin] + _CHUNK_EDGES, right=True)) - 1
         end = min(max(whole, begin + 1), topology.num_nodes)
-        src = topology.indices[int(topology.indptr[begin]) : int(topology.indptr[end])].to(
-            torch.int64
-        )
-        yield (
-            slice(begin, end),
-            EdgeList(
-                src,
-                torch.repeat_interleave(topology.indptr[begin : end + 1].diff()),
-                topology.num_nodes,
-            ),
-        )
+        src = topology.indices[int(indptr[begin]) : int(indptr[end])].to(torch.int64)
+        dst = torch.repeat_interleave(indptr[begin : end + 1].diff())
+        yield slice(begin, end), EdgeList(src, dst, topology.num_nodes)
         begin = end
 
 

@@ -10,8 +10,9 @@ Shapes: N nodes, F features, H hidden, D width of the embedding, C clusters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.messages import gcn_smooth, weighted_sum
+from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.kmeans import kmeans
+from cimage_dist.pseudo.propagated import Tick, check_input, project
 from cimage_dist.pseudo.rdgae_loss import (
     TargetGraph,
     TrustedNodes,
@@ -80,9 +82,6 @@ def step_on(share: Tensor, optimiser: torch.optim.Optimizer, comm: Comm, method:
     return float(total[0])
 
 
-Tick = Callable[[int, int, dict[str, float], str], None]
-
-
 @dataclass(frozen=True)
 class RDGAESettings:
     """Defaults are those for a graph without published settings, at C = 7 (§6.3); `settings_for`
@@ -115,12 +114,9 @@ def settings_for(name: str, num_clusters: int) -> RDGAESettings:
     """The published settings of a dataset, else Cora's with β1 = 2/C and β2 = 1/C (§6.3)."""
     published = {
         "cora": RDGAESettings(0.33, 0.18),
-        "citeseer": RDGAESettings(
-            0.20, 0.10, cluster_lr=0.001, sample_every=1, correct_every=50, correct_until=150
-        ),
-        "pubmed": RDGAESettings(
-            0.30, 0.40, cluster_lr=0.001, sample_every=5, correct_every=50, correct_until=100
-        ),
+        # β1, β2, cluster_lr, sample_every, correct_every, correct_until
+        "citeseer": RDGAESettings(0.20, 0.10, 0.001, 1, 50, 150),
+        "pubmed": RDGAESettings(0.30, 0.40, 0.001, 5, 50, 100),
     }
     return published.get(name) or RDGAESettings(2 / num_clusters, 1 / num_clusters)
 
@@ -141,27 +137,12 @@ def rdgae_labels(
     on its first weights, and nothing without labels shows which of them is right, but what most of
     them agree on is.
     """
-    if not 2 <= num_clusters <= topology.num_nodes:
-        raise UserError(
-            f"R-DGAE: cannot make {num_clusters} clusters of {topology.num_nodes} nodes. Choose "
-            "between 2 and the number of nodes."
-        )
-    if x.shape[0] != topology.num_nodes:
-        raise UserError(
-            f"R-DGAE: features of {x.shape[0]} nodes were given for a graph of "
-            f"{topology.num_nodes} nodes."
-        )
+    check_input(x, topology, num_clusters, "R-DGAE")
     counts, comm = restored_counts(x), comm or Comm()
     members = []
     for member in range(settings.members):
-        run = _Run(
-            counts,
-            topology,
-            settings,
-            keyed.derive(seed, member) if member else seed,
-            comm,
-            _named(tick, member, settings.members),
-        )
+        own, named = keyed.derive(seed, member) if member else seed, _named(tick, member, settings)
+        run = _Run(counts, topology, settings, own, comm, named)
         run.pretrain()
         members.append(run.cluster(num_clusters))
     fits = [hard_modularity(q.argmax(1).cpu(), topology, comm) for q in members]
@@ -170,10 +151,9 @@ def rdgae_labels(
     return q_NC.argmax(1).cpu(), (best - second).cpu()
 
 
-def _named(tick: Tick, member: int, members: int) -> Tick:
-    return lambda step, total, values, stage: tick(
-        step, total, values, f"{stage} {member + 1}/{members}" if members > 1 else stage
-    )
+def _named(tick: Tick, member: int, settings: RDGAESettings) -> Tick:
+    which = f" {member + 1}/{settings.members}" if settings.members > 1 else ""
+    return lambda step, total, values, stage: tick(step, total, values, stage + which)
 
 
 def restored_counts(x: Features) -> Features:
@@ -209,15 +189,8 @@ class Encoder(nn.Module):
         self.w1 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(hidden, width)))
 
     def forward(self, x: Features, edges: EdgeList) -> Tensor:
-        hidden_NH = gcn_smooth(self._project(x), edges).relu()
+        hidden_NH = gcn_smooth(project(x, self.w0), edges).relu()
         return gcn_smooth(hidden_NH @ self.w1, edges)
-
-    def _project(self, x: Features) -> Tensor:
-        if isinstance(x, Tensor):
-            return x @ self.w0
-        return weighted_sum(
-            self.w0.new_zeros(x.shape[0], self.w0.shape[1]), self.w0, x.value, x.column, x.row
-        )
 
 
 class _Run:
@@ -246,20 +219,13 @@ class _Run:
         """This rank's share."""
         if self.target.num_nodes <= self.settings.exact_nodes:
             return reconstruction_loss(z_ND, self.target, self.comm)
-        return sampled_reconstruction_loss(
-            z_ND,
-            self.target,
-            self.target.num_pairs,
-            keyed.stream(self.seed, "rdgae", step),
-            self.comm,
-        )
+        key, pairs = keyed.stream(self.seed, "rdgae", step), self.target.num_pairs
+        return sampled_reconstruction_loss(z_ND, self.target, pairs, key, self.comm)
 
     def pretrain(self) -> None:
         """Collective: the auto-encoder alone."""
-        s = self.settings
-        optimiser = torch.optim.Adam(
-            self.encoder.parameters(), lr=s.pretrain_lr, weight_decay=s.pretrain_decay
-        )
+        s, weights = self.settings, self.encoder.parameters()
+        optimiser = torch.optim.Adam(weights, lr=s.pretrain_lr, weight_decay=s.pretrain_decay)
         for epoch in range(s.pretrain_epochs):
             loss = step_on(self.reconstruction(self.embed(), epoch), optimiser, self.comm, "R-DGAE")
             self.tick(epoch + 1, s.pretrain_epochs, {"loss": loss}, "R-DGAE pre-training")
@@ -270,37 +236,27 @@ class _Run:
         """
         s, comm = self.settings, self.comm
         centres_CD = nn.Parameter(self._first_centres(num_clusters))
-        optimiser = torch.optim.Adam(
-            [*self.encoder.parameters(), centres_CD], lr=s.cluster_lr, weight_decay=s.cluster_decay
-        )
+        weights = [*self.encoder.parameters(), centres_CD]
+        optimiser = torch.optim.Adam(weights, lr=s.cluster_lr, weight_decay=s.cluster_decay)
         schedule = torch.optim.lr_scheduler.StepLR(optimiser, step_size=10, gamma=0.9)
-        trusted = TrustedNodes(
-            torch.zeros(self.target.num_nodes, dtype=torch.bool, device=centres_CD.device),
-            s.beta1,
-            s.beta2,
-        )
+        none = torch.zeros(self.target.num_nodes, dtype=torch.bool, device=centres_CD.device)
+        trusted = TrustedNodes(none, s.beta1, s.beta2)
         for epoch in range(s.cluster_epochs):
             z_ND = self.embed()
             with torch.no_grad():
                 squared_NC = squared_distances(z_ND, centres_CD)
-                trusted.after_epoch(
-                    log_assignments(squared_NC).exp() if epoch % s.sample_every == 0 else None
-                )
+                is_due = epoch % s.sample_every == 0
+                trusted.after_epoch(log_assignments(squared_NC).exp() if is_due else None)
                 if epoch % s.relabel_every == 0:
                     labels = squared_NC.argmin(1)
                 if epoch % s.correct_every == 0 and epoch <= s.correct_until:
                     self.target = self.target.corrected(squared_NC, trusted.omega)
-            loss = self.reconstruction(z_ND, s.pretrain_epochs + epoch) + s.gamma * clustering_loss(
-                z_ND, centres_CD, labels, trusted.omega, comm
-            )
-            value = step_on(loss, optimiser, comm, "R-DGAE")
+            rebuilt = self.reconstruction(z_ND, s.pretrain_epochs + epoch)
+            clustered = clustering_loss(z_ND, centres_CD, labels, trusted.omega, comm)
+            value = step_on(rebuilt + s.gamma * clustered, optimiser, comm, "R-DGAE")
             schedule.step()
-            self.tick(
-                epoch + 1,
-                s.cluster_epochs,
-                {"loss": value, "trusted": float(trusted.omega.sum())},
-                "R-DGAE clustering",
-            )
+            values = {"loss": value, "trusted": float(trusted.omega.sum())}
+            self.tick(epoch + 1, s.cluster_epochs, values, "R-DGAE clustering")
         with torch.no_grad():
             return log_assignments(squared_distances(self.embed(), centres_CD)).exp()
 
@@ -310,16 +266,9 @@ class _Run:
         z_ND = self.embed()
         begin, end = self.comm.slice_of(z_ND.shape[0])
         gids = torch.arange(begin, end, device=z_ND.device)
-        key = keyed.stream(self.seed, "rdgae", -1)
-        found = kmeans(
-            z_ND[begin:end],
-            num_clusters,
-            seed=key,
-            comm=self.comm,
-            gids=gids,
-            restarts=self.settings.restarts,
-        )
-        return found.centres.to(z_ND.dtype)
+        key, restarts = keyed.stream(self.seed, "rdgae", -1), self.settings.restarts
+        rest: dict[str, Any] = {"comm": self.comm, "gids": gids, "restarts": restarts}
+        return kmeans(z_ND[begin:end], num_clusters, seed=key, **rest).centres.to(z_ND.dtype)
 
 
 CLUSTERER = Clusterer(rdgae_labels, lambda name, nodes, clusters: settings_for(name, clusters))

@@ -69,9 +69,8 @@ class TargetGraph:
         squared_NC squared distances to the centres, omega bool [N].
         """
         labels = squared_NC.argmin(1)
-        is_member_NC = omega[:, None] & (
-            labels[:, None] == torch.arange(squared_NC.shape[1], device=labels.device)
-        )
+        clusters = torch.arange(squared_NC.shape[1], device=labels.device)
+        is_member_NC = omega[:, None] & (labels[:, None] == clusters)
         hub_C = squared_NC.masked_fill(~is_member_NC, math.inf).argmin(0)
         trusted = omega.nonzero().squeeze(1)
         ties = trusted * self.num_nodes + hub_C[labels[trusted]]
@@ -103,11 +102,8 @@ class TrustedNodes:
             self.omega = found if grew else self.omega
         self.stalled += not grew
         if self.stalled == _PATIENCE:
-            self.stalled, self.beta1, self.beta2 = (
-                0,
-                self.beta1 * _BETA1_DECAY,
-                self.beta2 * _BETA2_DECAY,
-            )
+            self.stalled = 0
+            self.beta1, self.beta2 = self.beta1 * _BETA1_DECAY, self.beta2 * _BETA2_DECAY
 
 
 _TILE = 512  # a tile of logits, 1 MB in single precision, stays in a processor's cache
@@ -158,9 +154,8 @@ def clustering_loss(
 
 def squared_distances(z_ND: Tensor, centres_CD: Tensor) -> Tensor:
     """‖z_i - μ_j‖², [N, C]."""
-    return (
-        z_ND.square().sum(1, keepdim=True) + centres_CD.square().sum(1) - 2 * z_ND @ centres_CD.t()
-    ).clamp(min=0)
+    squares = z_ND.square().sum(1, keepdim=True) + centres_CD.square().sum(1)
+    return (squares - 2 * z_ND @ centres_CD.t()).clamp(min=0)
 
 
 def log_assignments(squared_NC: Tensor) -> Tensor:
