@@ -63,9 +63,8 @@ def centred_gaussian(x: Tensor, *, normalise: bool = True) -> tuple[Tensor, Tens
     upper.square_().mul_(-0.5).expm1_()
     incidence = _incidence(size, x.dtype, x.device)
     row_mean = (incidence @ upper) / size
-    half = (
-        row_mean - row_mean.mean(dim=1, keepdim=True) / 2
-    )  # K_ij - 1 - half_i - half_j is the doubly centred entry
+    # K_ij - 1 - half_i - half_j is the doubly centred entry.
+    half = row_mean - row_mean.mean(dim=1, keepdim=True) / 2
     upper.baddbmm_(incidence.T.expand(num_blocks, -1, -1), half, alpha=-1.0)
     torch.mul(half, -2.0, out=diagonal)
     norm = (2.0 * (upper * upper).sum(dim=1) + (diagonal * diagonal).sum(dim=1)).sqrt()
@@ -87,9 +86,8 @@ def centred_delta(labels: Tensor, dtype: torch.dtype = torch.float64) -> tuple[T
     same = (labels.unsqueeze(2) == labels.unsqueeze(1)).to(dtype)
     centred = same / same.sum(dim=2, keepdim=True) - 1.0 / size
     i, j = torch.triu_indices(size, size, 1, device=labels.device)
-    packed = torch.cat(
-        [centred[:, i, j] * math.sqrt(2.0), torch.diagonal(centred, dim1=1, dim2=2)], dim=1
-    )
+    diagonal = torch.diagonal(centred, dim1=1, dim2=2)
+    packed = torch.cat([centred[:, i, j] * math.sqrt(2.0), diagonal], dim=1)
     norm = torch.linalg.vector_norm(packed, dim=1)
     return packed / (norm + NORM_EPS).unsqueeze(1), norm
 
@@ -103,14 +101,9 @@ def u_centred_gaussian(x: Tensor) -> Tensor:
     kernels are all close to the identity. Shapes: x [m, B, d] -> [m, B, B], B >= 4.
     """
     size, width = x.shape[1], x.shape[2]
-    kernel = (
-        torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-        .square_()
-        .div_(-2.0 * width)
-        .exp_()
-    )
+    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
     off = ~torch.eye(size, dtype=torch.bool, device=x.device)
-    kernel = kernel * off
+    kernel = distance.square_().div_(-2.0 * width).exp_() * off
     rows = kernel.sum(dim=2, keepdim=True)
     total = rows.sum(dim=1, keepdim=True)
     centred = (

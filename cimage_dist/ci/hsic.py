@@ -204,11 +204,8 @@ def block_statistics(
 def _parts(packed: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the reduced values: [D, D], [D] and what follows."""
     square = width * width
-    return (
-        packed[:square].view(width, width),
-        packed[square : square + width],
-        packed[square + width :],
-    )
+    vector, rest = packed[square:].tensor_split([width])
+    return packed[:square].view(width, width), vector, rest
 
 
 def conditional_statistics(

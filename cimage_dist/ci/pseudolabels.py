@@ -89,11 +89,8 @@ def _radix(
         edge = (below <= quota.unsqueeze(1)).sum(
             dim=1
         )  # first digit that does not fit whole; 256 when all fit
-        before = (
-            torch.cat([torch.zeros_like(quota).unsqueeze(1), below], dim=1)
-            .gather(1, edge.unsqueeze(1))
-            .squeeze(1)
-        )
+        padded = torch.cat([torch.zeros_like(quota).unsqueeze(1), below], dim=1)
+        before = padded.gather(1, edge.unsqueeze(1)).squeeze(1)
         taken[rows[digit < edge[groups[rows]]]] = True
         candidate = torch.zeros_like(candidate)
         candidate[rows[digit == edge[groups[rows]]]] = True
@@ -156,13 +153,9 @@ def select_confident(
             "every node a finite confidence, e.g. 1."
         )
     count = _cluster_sizes(labels, num_groups(labels, comm), comm)
-    quota = torch.tensor(
-        [
-            max(math.ceil(fraction * size - 1e-9), min(min_per_cluster, size))
-            for size in count.tolist()
-        ],
-        dtype=torch.int64,
-    )
+    sizes = count.tolist()
+    quotas = [max(math.ceil(fraction * n - 1e-9), min(min_per_cluster, n)) for n in sizes]
+    quota = torch.tensor(quotas, dtype=torch.int64)
     return smallest_per_group(
         -confidence.to(torch.float64), gids, labels, quota.to(labels.device), comm
     )
@@ -198,15 +191,8 @@ def grow_confident(
     mu = _class_means(z, labels, base, clusters, comm, chunk_rows)
     rows = torch.nonzero(~base & (labels >= 0)).flatten()
     if rule == "any":
-        joins = _near_bank(
-            z,
-            labels,
-            rows,
-            _bank(z, labels, base, gids, clusters, bank_size, seed, comm),
-            threshold,
-            agree,
-            chunk_rows,
-        )
+        bank = _bank(z, labels, base, gids, clusters, bank_size, seed, comm)
+        joins = _near_bank(z, labels, rows, bank, threshold, agree, chunk_rows)
     elif rule == "mean":
         joins = _near_means(z, labels, rows, mu, threshold, agree, chunk_rows)
     else:
@@ -275,24 +261,14 @@ def _near_bank(
         return joins
     for begin in range(0, rows.numel(), chunk_rows):
         part = rows[begin : begin + chunk_rows]
-        best = _best_match(
-            unit_rows(z[part]).to(torch.float32),
-            labels[part],
-            bank_z.to(torch.float32),
-            bank_labels,
-            agree,
-        )
+        found, others = unit_rows(z[part]).to(torch.float32), bank_z.to(torch.float32)
+        best = _best_match(found, labels[part], others, bank_labels, agree)
         near = best >= threshold
         doubt = torch.nonzero((best.to(torch.float64) - threshold).abs() <= _DOUBT).flatten()
         if doubt.numel():
             again = part[doubt]
-            exact = _best_match(
-                unit_rows(z[again].to(torch.float64)),
-                labels[again],
-                bank_z.to(torch.float64),
-                bank_labels,
-                agree,
-            )
+            found, others = unit_rows(z[again].to(torch.float64)), bank_z.to(torch.float64)
+            exact = _best_match(found, labels[again], others, bank_labels, agree)
             near[doubt] = exact >= threshold
         joins[begin : begin + part.numel()] = near
     return joins

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -135,12 +135,8 @@ def invert(matrix: Array) -> Inverse:
         ridge = 1e-6 * float(np.trace(matrix)) / matrix.shape[0]
         factor, info = lapack.dpotrf((matrix + ridge * np.eye(matrix.shape[0])).T, lower=0)
     inverse, _ = lapack.dtrtri(factor, lower=0)
-    return Inverse(
-        factor,
-        np.einsum("ij,ij->i", inverse, inverse),
-        2.0 * float(np.sum(np.log(factor.diagonal()))),
-        ridge,
-    )
+    squares = np.einsum("ij,ij->i", inverse, inverse)
+    return Inverse(factor, squares, 2.0 * float(np.sum(np.log(factor.diagonal()))), ridge)
 
 
 Inner = Literal["cd", "jacobi"]
@@ -216,12 +212,10 @@ def prepare_vi(stats: HsicStats, *, nu: float = 1.5) -> VIProblem:
     start = _State(ones, ones, ones, 1.0, math.inf)
     num_rows = float(max(stats.n * stats.block_size * stats.repeats, 1))
     bare = VIProblem(stats.b.numel(), keep, gram, cross, stats.y2, num_rows, nu, adaptive, start)
-    first = (
-        _outer_pass(bare, start, lambda precision, inverse: lapack.dpotrs(inverse.factor, cross)[0])
-        if keep.size
-        else start
-    )
-    return VIProblem(bare.num_features, keep, gram, cross, bare.y2, num_rows, nu, adaptive, first)
+    if not keep.size:
+        return bare
+    first = _outer_pass(bare, start, lambda _, inverse: lapack.dpotrs(inverse.factor, cross)[0])
+    return replace(bare, first=first)
 
 
 def _solve(gram: Array, cross: Array) -> Array:
@@ -229,9 +223,9 @@ def _solve(gram: Array, cross: Array) -> Array:
     1e-6 tr(G)/D`.
     """
     factor, info = lapack.dpotrf(gram.T, lower=0)
-    reciprocal = (
-        lapack.dpocon(factor, np.abs(gram).sum(axis=0).max(), uplo="U")[0] if info == 0 else 0.0
-    )
+    reciprocal = 0.0
+    if info == 0:
+        reciprocal = lapack.dpocon(factor, np.abs(gram).sum(axis=0).max(), uplo="U")[0]
     if reciprocal * _MAX_CONDITION <= 1.0:
         factor, _ = lapack.dpotrf(
             (gram + _RIDGE * np.trace(gram) / gram.shape[0] * np.eye(gram.shape[0])).T, lower=0
@@ -317,20 +311,12 @@ def solve_nnlasso(
     w = np.where(w > tol, w, 0.0)
     quadratic = float(w @ gram @ w)
     rss = stats.y2 - 2.0 * float(cross @ w) + quadratic
-    sigma2 = (
-        math.nan
-        if stats.is_conditional
-        else max(rss, 0.0) / max(stats.n * stats.block_size * stats.repeats, 1)
-    )
+    sigma2 = max(rss, 0.0) / max(stats.n * stats.block_size * stats.repeats, 1)
+    sigma2 = math.nan if stats.is_conditional else sigma2
     omega = np.zeros(stats.b.numel())
     omega[keep] = w
-    return VIResult(
-        torch.from_numpy(omega),
-        sigma2,
-        quadratic / 2 - float((cross - beta) @ w),
-        1,
-        int((w > 0).sum()),
-    )
+    bound = quadratic / 2 - float((cross - beta) @ w)
+    return VIResult(torch.from_numpy(omega), sigma2, bound, 1, int((w > 0).sum()))
 
 
 def _outer_pass(
@@ -358,10 +344,6 @@ def _outer_pass(
         (0.5 * f * (w**2 + variance) + 1.0) / zeta + (nu + 0.5) * np.log(zeta) - 0.5 * np.log(f)
     )
     entropy = 0.5 * (g.size * math.log(state.sigma2) - inverse.logdet)
-    bound = (
-        (rss + trace) / (2.0 * sigma2)
-        + float(prior)
-        - entropy
-        + 0.5 * problem.num_rows * math.log(2.0 * math.pi * sigma2)
-    )
+    likelihood = 0.5 * problem.num_rows * math.log(2.0 * math.pi * sigma2)
+    bound = (rss + trace) / (2.0 * sigma2) + float(prior) - entropy + likelihood
     return _State(w, variance, f, sigma2, bound)

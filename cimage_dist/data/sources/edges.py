@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,9 @@ def _adjacency(path: Path, keep: bool) -> EdgeFile:
 def _table(path: Path, data: DataConfig, nodes: NodeIds | None) -> EdgeFile:
     asked = [data.columns[key] for key in ("source", "target", "weight") if key in data.columns]
     known = {name for pair in tables.ENDS for name in pair} | set(_WEIGHTS)
-    table = tables.open_table(
-        path,
-        "edges",
-        data.header,
-        known | {name.lower() for name in asked if not name.isdigit()},
-        lambda plain: _decide(plain, data, nodes),
-    )
+    known |= {name.lower() for name in asked if not name.isdigit()}
+    decide = partial(_decide, data=data, nodes=nodes)
+    table = tables.open_table(path, "edges", data.header, known, decide)
     ends = _ends(table, data)
     used = [*ends, *(_named(table, data, key) for key in ("weight",) if key in data.columns)]
 
@@ -181,11 +178,10 @@ def _decide(table: tables.Table, data: DataConfig, nodes: NodeIds | None) -> boo
             np.asarray(read_ids(column, str(table.path)).cast(pa.large_string()))[number == 0 :]
             for column in columns
         )
-        again = (
-            ((a == first[0]) & (b == first[1])) | ((a == first[1]) & (b == first[0]))
-            if is_numbered
-            else np.isin(a, first) | np.isin(b, first)
-        )
+        again = np.isin(a, first) | np.isin(b, first)
+        if is_numbered:
+            one, two = first
+            again = ((a == one) & (b == two)) | ((a == two) & (b == one))
         if again.any():
             return False
     return None
@@ -204,11 +200,10 @@ def row_numbers(edges: EdgeFile, nodes: NodeIds | None) -> Iterator[tuple[Array,
     """Sources, targets and weights; ends as rows of the graph (checked later without `nodes`)."""
     where, seen = f"edges in {edges.path}", 0
     for src, dst, *weight in edges.chunks(nodes is not None):
-        ends = (
-            [np.asarray(src), np.asarray(dst)]
-            if nodes is None
-            else [nodes.rows_of(column, where, seen) for column in (src, dst)]
-        )
+        ends = [
+            np.asarray(column) if nodes is None else nodes.rows_of(column, where, seen)
+            for column in (src, dst)
+        ]
         seen += len(src)
         yield (*ends, *(np.asarray(column) for column in weight))
 

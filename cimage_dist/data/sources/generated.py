@@ -34,7 +34,7 @@ from cimage_dist import keyed
 from cimage_dist.config import DataConfig, SbmConfig
 from cimage_dist.data.build import index_dtype
 from cimage_dist.data.checks import Array
-from cimage_dist.data.sources.raw import RawGraph, Source, edge_chunks, row_chunks
+from cimage_dist.data.sources.raw import RawGraph, Source, in_memory
 
 _CHUNK_EDGES = 1 << 20
 _CHUNK_ROWS = 1 << 16
@@ -144,13 +144,8 @@ def load_sbm(data: DataConfig) -> RawGraph:
         "nuisance_rule": "column j of the nuisance range is driven by factor j modulo "
         "nuisance_factors",
     }
-    return RawGraph(
-        num_nodes=n,
-        edges=lambda: _sbm_edges(sbm, order),
-        features=lambda: _sbm_features(sbm, labels),
-        labels=labels,
-        notes={"planted": columns},
-    )
+    edges, features = (lambda: _sbm_edges(sbm, order)), (lambda: _sbm_features(sbm, labels))
+    return RawGraph(n, edges, features, labels, notes={"planted": columns})
 
 
 def _counts(rng: np.random.Generator, topic: Array, habit: Array) -> Array:
@@ -189,13 +184,8 @@ def load_forum(data: DataConfig) -> RawGraph:
     topic, habit = rng.integers(TOPICS, size=POSTS), rng.integers(HABITS, size=POSTS)
     x = _counts(rng, topic, habit)
     source, destination = _answers(rng, topic)
-    return RawGraph(
-        num_nodes=POSTS,
-        edges=lambda: edge_chunks(source, destination),
-        features=lambda: row_chunks(x),
-        labels=topic,
-        notes={"origin": "generated: words of posts, answers between them"},
-    )
+    notes = {"origin": "generated: words of posts, answers between them"}
+    return in_memory(source, destination, x, topic, notes=notes)
 
 
 def load_digits_graph(data: DataConfig) -> RawGraph:
@@ -209,13 +199,8 @@ def load_digits_graph(data: DataConfig) -> RawGraph:
     x = pixels / 16.0
     # Exact search on one thread: ties and summation order are the same everywhere.
     near = kneighbors_graph(x, NEIGHBOURS, include_self=False, n_jobs=1).tocoo()
-    return RawGraph(
-        num_nodes=len(x),
-        edges=lambda: edge_chunks(near.row, near.col),
-        features=lambda: row_chunks(x),
-        labels=labels,
-        notes={"origin": "sklearn.datasets.load_digits, symmetric 10-nearest-neighbour graph"},
-    )
+    notes = {"origin": "sklearn.datasets.load_digits, symmetric 10-nearest-neighbour graph"}
+    return in_memory(near.row, near.col, x, labels, notes=notes)
 
 
 LOADERS = {"digits": load_digits_graph, "forum": load_forum, "sbm": load_sbm}

@@ -15,6 +15,7 @@ Node ids are integers of 64 bits or text. Tables with an id column are joined by
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,8 @@ def find_files(path: Path) -> dict[str, Path]:
     folder = path if path.is_dir() else path.parent
     found: dict[str, Path] = {}
     for role, kinds in KINDS.items():
-        here = sorted(
-            p
-            for p in folder.iterdir()
-            if p.is_file() and p.name.partition(".")[0] == role and tables.kind_of(p) in kinds
-        )
+        named = [p for p in folder.iterdir() if p.is_file() and p.name.partition(".")[0] == role]
+        here = sorted(p for p in named if tables.kind_of(p) in kinds)
         if role == "edges" and path.is_file():
             here = [path]
         if len(here) > 1:
@@ -113,13 +111,11 @@ def read_ids_file(path: Path, data: DataConfig, num_nodes: int | None) -> Any:
     """The id of each row, an arrow array: the id column, or the only one."""
     if tables.kind_of(path) == "npy":
         return read_ids(np.asarray(tables.load_npy(path)), str(path))
-    table = tables.open_table(
-        path,
-        "ids",
-        data.header,
-        tables.ID_NAMES,
-        lambda plain: False if num_nodes == plain.num_rows() else None,
-    )
+
+    def decide(plain: tables.Table) -> bool | None:
+        return False if num_nodes == plain.num_rows() else None
+
+    table = tables.open_table(path, "ids", data.header, tables.ID_NAMES, decide)
     column = 0 if table.width == 1 else _id_column(table, data)
     if column is None:
         raise UserError(f"{path} must have one column, the id of each row. {table.describe()}.")
@@ -183,13 +179,9 @@ def read_values(
             values = read_member(archive, key, path)
         return NodeRows(path, len(values) if values.ndim else 0, values=values)
     names = (data.columns.get(role.removesuffix("s"), ""), *tables.LABEL_NAMES)
-    table = tables.open_table(
-        path,
-        role,
-        data.header,
-        {*tables.ID_NAMES, *(name.lower() for name in names if not name.isdigit())} - {""},
-        lambda plain: _decide_values(plain, num_nodes, nodes),
-    )
+    known = {*tables.ID_NAMES, *(name.lower() for name in names if not name.isdigit())} - {""}
+    decide = partial(_decide_values, num_nodes=num_nodes, nodes=nodes)
+    table = tables.open_table(path, role, data.header, known, decide)
     column = _id_column(table, data)
     asked = data.columns.get(role.removesuffix("s"))
     value = table.find(tables.LABEL_NAMES) if asked is None else table.named(asked)
@@ -256,22 +248,14 @@ def _splits(
             given = {name: read_member(archive, name, path) for name in archive.files}
     elif kind == "json":
         content = artifacts.read_json(path, "Splits file")
-        given = (
-            {name: np.asarray(ids) for name, ids in content.items()}
-            if isinstance(content, dict)
-            else {}
-        )
+        content = content if isinstance(content, dict) else {}
+        given = {name: np.asarray(ids) for name, ids in content.items()}
     else:
         import pandas as pd
 
         rows = read_values(path, "splits", data, num_nodes, nodes)
-        words = (
-            pd.Series(in_node_order(rows, num_nodes, nodes, is_ordered, None), dtype=object)
-            .fillna("")
-            .astype(str)
-            .str.strip()
-            .str.lower()
-        )
+        ordered = in_node_order(rows, num_nodes, nodes, is_ordered, None)
+        words = pd.Series(ordered, dtype=object).fillna("").astype(str).str.strip().str.lower()
         given = {word: (words == word).to_numpy(dtype=bool) for word in words.unique() if word}
         is_ordered = True
     unknown = sorted(set(given) - set(_SPLIT_WORDS))
@@ -280,12 +264,10 @@ def _splits(
             f"{path}: splits are named train, val and test; found "
             f"{', '.join(map(repr, unknown)) or 'none'}."
         )
-    return {
-        _SPLIT_WORDS[name]: _as_mask(
-            values, num_nodes, nodes, is_ordered, f"{name} split of {path}"
-        )
-        for name, values in given.items()
-    }
+    masks, rest = {}, (num_nodes, nodes, is_ordered)
+    for name, values in given.items():
+        masks[_SPLIT_WORDS[name]] = _as_mask(values, *rest, f"{name} split of {path}")
+    return masks
 
 
 def _as_mask(

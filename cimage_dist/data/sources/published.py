@@ -28,12 +28,11 @@ from cimage_dist.data.sources.raw import (
     CHUNK_VALUES,
     RawGraph,
     Source,
-    edge_chunks,
     fetch_pyg,
     find_raw,
+    in_memory,
     open_npz,
     read_member,
-    row_chunks,
     stream_edges,
     stream_rows,
 )
@@ -167,14 +166,7 @@ def load_planetoid(data: DataConfig) -> RawGraph:
     masks["train"][:train] = True
     masks["val"][train : train + _NUM_VAL] = True
     masks["test"][test] = True
-    return RawGraph(
-        num_nodes=num_nodes,
-        edges=lambda: edge_chunks(src, dst),
-        features=lambda: row_chunks(x),
-        labels=y,
-        masks=masks,
-        files=[folder / n for n in names],
-    )
+    return in_memory(src, dst, x, y, masks=masks, files=[folder / n for n in names])
 
 
 def load_amazon(data: DataConfig) -> RawGraph:
@@ -197,13 +189,7 @@ def load_amazon(data: DataConfig) -> RawGraph:
             matrix.check_format(full_check=True)
     x, adjacency = matrices["attr"], matrices["adj"].tocoo()
     x.data[x.data > 0] = 1
-    return RawGraph(
-        num_nodes=x.shape[0],
-        edges=lambda: edge_chunks(adjacency.row, adjacency.col),
-        features=lambda: row_chunks(x),
-        labels=labels,
-        files=[path],
-    )
+    return in_memory(adjacency.row, adjacency.col, x, labels, files=[path])
 
 
 def load_wikics(data: DataConfig) -> RawGraph:
@@ -224,14 +210,7 @@ def load_wikics(data: DataConfig) -> RawGraph:
             "val": np.asarray(given["val_masks"], dtype=bool).T,
             "test": np.asarray(given["test_mask"], dtype=bool),
         }
-    return RawGraph(
-        num_nodes=len(x),
-        edges=lambda: edge_chunks(src, dst),
-        features=lambda: row_chunks(x),
-        labels=labels,
-        masks=masks,
-        files=[path],
-    )
+    return in_memory(src, dst, x, labels, masks=masks, files=[path])
 
 
 @dataclass(frozen=True)
@@ -338,15 +317,8 @@ def load_ogb(data: DataConfig) -> RawGraph:
         ids, _ = check_ids(ids, ids, num_nodes, f"node ids of {path}")
         masks[name] = np.zeros(num_nodes, dtype=bool)
         masks[name][ids] = True
-    return RawGraph(
-        num_nodes,
-        edges,
-        features,
-        labels,
-        masks,
-        files,
-        feature_hint=f"{raw / 'node-feat.csv.gz'} is not there",
-    )
+    hint = f"{raw / 'node-feat.csv.gz'} is not there"
+    return RawGraph(num_nodes, edges, features, labels, masks, files, feature_hint=hint)
 
 
 SOURCES = {

@@ -52,6 +52,12 @@ class RawGraph:
     """The edges once more with a weight each, where weights are to be kept."""
 
 
+def in_memory(src: Array, dst: Array, x: Any, labels: Array, **more: Any) -> RawGraph:
+    """A graph that fits into memory; x [N, F] may be a scipy sparse matrix."""
+    edges, features = (lambda: edge_chunks(src, dst)), (lambda: row_chunks(x))
+    return RawGraph(x.shape[0], edges, features, labels, **more)
+
+
 @dataclass(frozen=True)
 class Source:
     """A registered dataset: how to load it and whether rows are normalised unless data.normalize

@@ -42,10 +42,8 @@ def _sum_blocks(
     p, scaled = pointer(scratch), pointer(scratch[GROUP * width :])
     count = partial_array.size // size
     for block in range(count * part // parts, count * (part + 1) // parts):
-        low, high = (
-            pb.indptr[v] + block * BLOCK,
-            min(pb.indptr[v + 1], pb.indptr[v] + (block + 1) * BLOCK),
-        )
+        low = pb.indptr[v] + block * BLOCK
+        high = min(pb.indptr[v + 1], low + BLOCK)
         fill(sums, block * size, size, 0.0)
         add_messages(
             m, low, high, centres, t * size, share, p, 0, width, False, scaled, sums, block * size
@@ -71,13 +69,8 @@ def _coefficients(
     """α and β of the messages low .. high at iteration t; adds to the weights' gradients, and Σ
     β·l[u] to the output, unless these arrays are empty.
     """
-    grads, centres, coef, grad_w, out = (
-        pointer(grads_array),
-        pointer(centres_array),
-        pointer(coef_array),
-        pointer(grad_w_array),
-        pointer(out_array),
-    )
+    grads, centres, coef = pointer(grads_array), pointer(centres_array), pointer(coef_array)
+    grad_w, out = pointer(grad_w_array), pointer(out_array)
     m, size, share = messages_of(pb), pb.blocks * pb.channels * LANES, pb.share if t == 0 else 0.0
     assign(m, low, high, centres, t * size, share, coef, at, stride)
     back_messages(
@@ -93,12 +86,8 @@ def _centre_grad_blocks(
     """Σ β_t·l[u] over each block of a part; the weights get their gradient where the neighbours
     do.
     """
-    size, width, begin, end = (
-        pb.blocks * pb.channels * LANES,
-        pb.blocks * LANES,
-        pb.indptr[v],
-        pb.indptr[v + 1],
-    )
+    width, begin, end = pb.blocks * LANES, pb.indptr[v], pb.indptr[v + 1]
+    size = width * pb.channels
     coef, nothing = np.empty(2 * BLOCK * width, pb.rows.dtype), np.empty(0, pb.rows.dtype)
     count = sums.size // size
     for block in range(count * part // parts, count * (part + 1) // parts):
@@ -128,20 +117,8 @@ def _all_coefficients(
     low, high = begin + (end - begin) * part // parts, begin + (end - begin) * (part + 1) // parts
     nothing = np.empty(0, pb.rows.dtype)
     for t in range(skipped, pb.iterations):
-        _coefficients(
-            pb,
-            t,
-            low,
-            high,
-            grads,
-            centres,
-            coef,
-            (low - begin) * stride + 2 * (t - skipped) * width,
-            stride,
-            grad_w,
-            nothing,
-            0,
-        )
+        at = (low - begin) * stride + 2 * (t - skipped) * width
+        _coefficients(pb, t, low, high, grads, centres, coef, at, stride, grad_w, nothing, 0)
 
 
 @_compiled
@@ -161,45 +138,22 @@ def _scatter(
     """Add the messages begin .. end, one after another, to a slice of their neighbours'
     gradients.
     """
-    grads, centres, coef, grad_l = (
-        pointer(grads_array),
-        pointer(centres_array),
-        pointer(coef_array),
-        pointer(grad_l_array),
-    )
+    grads, centres, coef = pointer(grads_array), pointer(centres_array), pointer(coef_array)
+    grad_l = pointer(grad_l_array)
     ids, channels, blocks, steps = pb.indices, pb.channels, pb.blocks, pb.iterations - skipped
     size, stride = blocks * channels * LANES, 2 * steps * blocks * LANES
     low, high = blocks * channels * part // slices, blocks * channels * (part + 1) // slices
     for e in range(begin, end):
         add_neighbour_grad(
-            grad_l,
-            ids[e] * size,
-            coef,
-            (e - begin) * stride,
-            grads,
-            centres,
-            skipped * size,
-            low,
-            high,
-            steps,
-            first,
-            channels,
-            blocks,
-        )
+            grad_l, ids[e] * size, coef, (e - begin) * stride, grads, centres, skipped * size,
+            low, high, steps, first, channels, blocks,
+        )  # fmt: skip
 
 
 @_compiled
 def _normalised(row: Any, out: Any, t: int, inverse: Any, channels: int, blocks: int) -> None:
-    normalise(
-        pointer(row),
-        0,
-        pointer(out),
-        t * blocks * channels * LANES,
-        pointer(inverse),
-        t * blocks * LANES,
-        channels,
-        blocks,
-    )
+    at, width = t * blocks * channels * LANES, t * blocks * LANES
+    normalise(pointer(row), 0, pointer(out), at, pointer(inverse), width, channels, blocks)
 
 
 @_compiled
@@ -208,17 +162,9 @@ def _normalised_grad(
 ) -> None:
     size = blocks * channels * LANES
     normalise_grad(
-        pointer(row),
-        0,
-        pointer(centres),
-        t * size,
-        pointer(inverse),
-        t * blocks * LANES,
-        pointer(grads),
-        (t - 1) * size,
-        channels,
-        blocks,
-    )
+        pointer(row), 0, pointer(centres), t * size, pointer(inverse), t * blocks * LANES,
+        pointer(grads), (t - 1) * size, channels, blocks,
+    )  # fmt: skip
 
 
 class _Hub:
@@ -231,10 +177,8 @@ class _Hub:
         self.size = pb.blocks * pb.channels * LANES
         dtype, count = pb.rows.dtype, -(-int(pb.indptr[v + 1] - pb.indptr[v]) // BLOCK)
         self.own = pb.rows[(pb.first + v) * self.size : (pb.first + v + 1) * self.size]
-        self.centres, self.inverse = (
-            np.zeros(pb.iterations * self.size, dtype),
-            np.empty(pb.iterations * pb.blocks * LANES, dtype),
-        )
+        self.centres = np.zeros(pb.iterations * self.size, dtype)
+        self.inverse = np.empty(pb.iterations * pb.blocks * LANES, dtype)
         self.sums = np.empty(count * self.size, dtype)
 
     def _total(self) -> Any:
@@ -246,9 +190,8 @@ class _Hub:
         pb = self.pb
         self.centres[: self.size] = self.own
         for t in range(pb.iterations):
-            run_parts(
-                partial(_sum_blocks, pb, self.v, t, self.centres, self.sums, self.parts), self.parts
-            )
+            work = partial(_sum_blocks, pb, self.v, t, self.centres, self.sums, self.parts)
+            run_parts(work, self.parts)
             row = self.own + self._total()
             if t + 1 < pb.iterations:
                 _normalised(row, self.centres, t + 1, self.inverse, pb.channels, pb.blocks)
@@ -260,23 +203,12 @@ class _Hub:
         for t in range(pb.iterations - 1, -1, -1):
             own_grad += grads[t * self.size : (t + 1) * self.size]
             if t > 0 or pb.share == 0:
-                run_parts(
-                    partial(
-                        _centre_grad_blocks,
-                        pb,
-                        self.v,
-                        t,
-                        grads,
-                        self.centres,
-                        self.sums,
-                        self.parts,
-                    ),
-                    self.parts,
-                )
+                stacks = (grads, self.centres, self.sums)
+                work = partial(_centre_grad_blocks, pb, self.v, t, *stacks, self.parts)
+                run_parts(work, self.parts)
                 if t > 0:
-                    _normalised_grad(
-                        self._total(), self.centres, self.inverse, t, grads, pb.channels, pb.blocks
-                    )
+                    unit, shape = (self.centres, self.inverse), (pb.channels, pb.blocks)
+                    _normalised_grad(self._total(), *unit, t, grads, *shape)
                 else:
                     own_grad += self._total()
 
@@ -303,21 +235,11 @@ def hub_backward(pb: Problem, v: int, grad: Any, parts: int, grad_l: Any, grad_w
         own_grad += grads[last * size :]
     skipped, first = 0 if through_all else last, 1 if pb.share > 0 or not through_all else 0
     begin, end = int(pb.indptr[v]), int(pb.indptr[v + 1])
-    coef = np.empty(
-        2 * min(at_once, end - begin) * (pb.iterations - skipped) * pb.blocks * LANES, pb.rows.dtype
-    )
+    steps = pb.iterations - skipped
+    coef = np.empty(2 * min(at_once, end - begin) * steps * pb.blocks * LANES, pb.rows.dtype)
     slices = min(parts, pb.blocks * pb.channels)
     for low in range(begin, end, at_once):
         high = min(low + at_once, end)
-        run_parts(
-            partial(
-                _all_coefficients, pb, low, high, skipped, grads, hub.centres, coef, grad_w, parts
-            ),
-            parts,
-        )
-        run_parts(
-            partial(
-                _scatter, pb, low, high, skipped, first, grads, hub.centres, coef, grad_l, slices
-            ),
-            slices,
-        )
+        where, stacks = (pb, low, high, skipped), (grads, hub.centres, coef)
+        run_parts(partial(_all_coefficients, *where, *stacks, grad_w, parts), parts)
+        run_parts(partial(_scatter, *where, first, *stacks, grad_l, slices), slices)

@@ -74,32 +74,20 @@ def row_dots(
             b0, b1, b2, b3 = zero, zero, zero, zero
             for c in range(0, span - LANES, 2 * LANES):
                 q, r = load(other, j + c), load(other, j + c + LANES)
-                a0, b0 = (
-                    multiply_add(load(rows, i0 + c), q, a0),
-                    multiply_add(load(rows, i0 + c + LANES), r, b0),
-                )
-                a1, b1 = (
-                    multiply_add(load(rows, i1 + c), q, a1),
-                    multiply_add(load(rows, i1 + c + LANES), r, b1),
-                )
-                a2, b2 = (
-                    multiply_add(load(rows, i2 + c), q, a2),
-                    multiply_add(load(rows, i2 + c + LANES), r, b2),
-                )
-                a3, b3 = (
-                    multiply_add(load(rows, i3 + c), q, a3),
-                    multiply_add(load(rows, i3 + c + LANES), r, b3),
-                )
+                a0 = multiply_add(load(rows, i0 + c), q, a0)
+                b0 = multiply_add(load(rows, i0 + c + LANES), r, b0)
+                a1 = multiply_add(load(rows, i1 + c), q, a1)
+                b1 = multiply_add(load(rows, i1 + c + LANES), r, b1)
+                a2 = multiply_add(load(rows, i2 + c), q, a2)
+                b2 = multiply_add(load(rows, i2 + c + LANES), r, b2)
+                a3 = multiply_add(load(rows, i3 + c), q, a3)
+                b3 = multiply_add(load(rows, i3 + c + LANES), r, b3)
             if channels & 1:
                 q = load(other, j + span - LANES)
-                a0, a1 = (
-                    multiply_add(load(rows, i0 + span - LANES), q, a0),
-                    multiply_add(load(rows, i1 + span - LANES), q, a1),
-                )
-                a2, a3 = (
-                    multiply_add(load(rows, i2 + span - LANES), q, a2),
-                    multiply_add(load(rows, i3 + span - LANES), q, a3),
-                )
+                a0 = multiply_add(load(rows, i0 + span - LANES), q, a0)
+                a1 = multiply_add(load(rows, i1 + span - LANES), q, a1)
+                a2 = multiply_add(load(rows, i2 + span - LANES), q, a2)
+                a3 = multiply_add(load(rows, i3 + span - LANES), q, a3)
             at = out_at - begin * stride + block * LANES
             store(out, at + e3 * stride, add(a3, b3))
             store(out, at + e2 * stride, add(a2, b2))
@@ -161,9 +149,8 @@ def softmax_rows(
         if inv_tau > _SAFE_SHARPNESS:
             top = spread(p, -np.inf)
             for block in range(0, blocks * LANES, LANES):
-                top = larger(
-                    top, multiply_add(load(p, at + block), sharpness, load(padding, block))
-                )
+                score = multiply_add(load(p, at + block), sharpness, load(padding, block))
+                top = larger(top, score)
             shift = spread(p, -lane_max(top))
         total = zero
         for block in range(0, blocks * LANES, LANES):
@@ -197,11 +184,8 @@ def score_grad(coef: Any, at: int, weight: float, inv_tau: float, blocks: int) -
     for block in range(0, blocks * LANES, LANES):
         alpha = multiply(w, load(coef, at + block))
         store(coef, at + block, alpha)
-        store(
-            coef,
-            beta + block,
-            multiply(multiply(alpha, sharpness), add(load(coef, beta + block), minus_mean)),
-        )
+        apart = add(load(coef, beta + block), minus_mean)
+        store(coef, beta + block, multiply(multiply(alpha, sharpness), apart))
     return mean
 
 
@@ -255,9 +239,8 @@ def normalise(
     for block in range(blocks):
         begin = block * channels * LANES
         end = begin + channels * LANES
-        scale = divide(
-            spread(row, 1), length(_dot(row, row_at + begin, row, row_at + begin, channels), EPS)
-        )
+        square = _dot(row, row_at + begin, row, row_at + begin, channels)
+        scale = divide(spread(row, 1), length(square, EPS))
         store(inverse, inverse_at + block * LANES, scale)
         for c in range(begin, end, LANES):
             store(out, out_at + c, multiply(scale, load(row, row_at + c)))
@@ -302,13 +285,8 @@ def normalise_grad(
         scale = load(inverse, inverse_at + block * LANES)
         along = multiply(spread(grad, -1), zero_above(along, scale, ceiling))
         for c in range(begin, end, LANES):
-            store(
-                out,
-                out_at + c,
-                multiply(
-                    scale, multiply_add(along, load(unit, unit_at + c), load(grad, grad_at + c))
-                ),
-            )
+            left = multiply_add(along, load(unit, unit_at + c), load(grad, grad_at + c))
+            store(out, out_at + c, multiply(scale, left))
 
 
 @compiled
@@ -346,43 +324,28 @@ def add_neighbour_grad(
             for t in range(steps):
                 i = stack_at + t * size + at
                 alpha = load(coef, coef_at + 2 * t * width + block * LANES)
-                a0, a1 = (
-                    multiply_add(alpha, load(grads, i), a0),
-                    multiply_add(alpha, load(grads, i + LANES), a1),
-                )
-                a2, a3 = (
-                    multiply_add(alpha, load(grads, i + 2 * LANES), a2),
-                    multiply_add(alpha, load(grads, i + 3 * LANES), a3),
-                )
+                a0 = multiply_add(alpha, load(grads, i), a0)
+                a1 = multiply_add(alpha, load(grads, i + LANES), a1)
+                a2 = multiply_add(alpha, load(grads, i + 2 * LANES), a2)
+                a3 = multiply_add(alpha, load(grads, i + 3 * LANES), a3)
             for t in range(first, steps):
                 i = stack_at + t * size + at
                 beta = load(coef, coef_at + (2 * t + 1) * width + block * LANES)
-                a0, a1 = (
-                    multiply_add(beta, load(centres, i), a0),
-                    multiply_add(beta, load(centres, i + LANES), a1),
-                )
-                a2, a3 = (
-                    multiply_add(beta, load(centres, i + 2 * LANES), a2),
-                    multiply_add(beta, load(centres, i + 3 * LANES), a3),
-                )
+                a0 = multiply_add(beta, load(centres, i), a0)
+                a1 = multiply_add(beta, load(centres, i + LANES), a1)
+                a2 = multiply_add(beta, load(centres, i + 2 * LANES), a2)
+                a3 = multiply_add(beta, load(centres, i + 3 * LANES), a3)
             store(out, out_at + at, a0)
             store(out, out_at + at + LANES, a1)
             store(out, out_at + at + 2 * LANES, a2)
             store(out, out_at + at + 3 * LANES, a3)
-        for j in range(
-            (block * channels + whole) * LANES, (block * channels + high) * LANES, LANES
-        ):
+        from_, to = (block * channels + whole) * LANES, (block * channels + high) * LANES
+        for j in range(from_, to, LANES):
             one = load(out, out_at + j)
             for t in range(steps):
-                one = multiply_add(
-                    load(coef, coef_at + 2 * t * width + block * LANES),
-                    load(grads, stack_at + t * size + j),
-                    one,
-                )
+                alpha = load(coef, coef_at + 2 * t * width + block * LANES)
+                one = multiply_add(alpha, load(grads, stack_at + t * size + j), one)
             for t in range(first, steps):
-                one = multiply_add(
-                    load(coef, coef_at + (2 * t + 1) * width + block * LANES),
-                    load(centres, stack_at + t * size + j),
-                    one,
-                )
+                beta = load(coef, coef_at + (2 * t + 1) * width + block * LANES)
+                one = multiply_add(beta, load(centres, stack_at + t * size + j), one)
             store(out, out_at + j, one)

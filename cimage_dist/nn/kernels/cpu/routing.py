@@ -43,9 +43,8 @@ from cimage_dist.nn.kernels.cpu.passes import (
 from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 
 HUB_MESSAGES = 4096  # a target with more is a hub
-GRADIENT_BYTES = (
-    2 << 30
-)  # of the threads' gradients together; with fewer than threads, fewer threads walk back
+# Of the threads' gradients together; with fewer than threads, fewer threads walk back.
+GRADIENT_BYTES = 2 << 30
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
@@ -101,14 +100,8 @@ def _walk_back(
     repeats its iterations, then walks back.
     """
     grad, grad_l, grad_w = pointer(grad_array), pointer(grad_l_array), pointer(grad_w_array)
-    m, indptr, channels, blocks, iterations, through_all = (
-        messages_of(pb),
-        pb.indptr,
-        pb.channels,
-        pb.blocks,
-        pb.iterations,
-        pb.through_all,
-    )
+    m, indptr, channels, blocks = messages_of(pb), pb.indptr, pb.channels, pb.blocks
+    iterations, through_all = pb.iterations, pb.through_all
     size, width = blocks * channels * LANES, blocks * LANES
     stride, last = 2 * iterations * width, iterations - 1
     skipped = 0 if through_all else last  # iterations that carry no gradient
@@ -122,15 +115,9 @@ def _walk_back(
             most = max(most, degree)
     scratch = np.empty((2 * iterations + 1) * size + (iterations + GROUP) * width, pb.rows.dtype)
     coef_array = np.empty(most * stride, pb.rows.dtype)
-    grads, centres, row = (
-        pointer(scratch),
-        pointer(scratch[iterations * size :]),
-        pointer(scratch[2 * iterations * size :]),
-    )
-    inverse, scaled = (
-        pointer(scratch[(2 * iterations + 1) * size :]),
-        pointer(scratch[(2 * iterations + 1) * size + iterations * width :]),
-    )
+    grads, centres = pointer(scratch), pointer(scratch[iterations * size :])
+    row, rest = pointer(scratch[2 * iterations * size :]), (2 * iterations + 1) * size
+    inverse, scaled = pointer(scratch[rest:]), pointer(scratch[rest + iterations * width :])
     coef = pointer(coef_array)
     for v in range(low, high):
         begin, end, own = indptr[v], indptr[v + 1], (pb.first + v) * size
@@ -158,36 +145,17 @@ def _walk_back(
             )  # fmt: skip
             if has_centre and t > 0:
                 normalise_grad(
-                    row,
-                    0,
-                    centres,
-                    t * size,
-                    inverse,
-                    t * width,
-                    grads,
-                    (t - 1) * size,
-                    channels,
-                    blocks,
-                )
+                    row, 0, centres, t * size, inverse, t * width,
+                    grads, (t - 1) * size, channels, blocks,
+                )  # fmt: skip
             elif has_centre:
                 add_row(grad_l, own, row, 0, size)
         for e in range(begin, end):
             at = (e - begin) * stride + 2 * skipped * width
             add_neighbour_grad(
-                grad_l,
-                m.ids[e] * size,
-                coef,
-                at,
-                grads,
-                centres,
-                skipped * size,
-                0,
-                blocks * channels,
-                iterations - skipped,
-                first,
-                channels,
-                blocks,
-            )
+                grad_l, m.ids[e] * size, coef, at, grads, centres, skipped * size,
+                0, blocks * channels, iterations - skipped, first, channels, blocks,
+            )  # fmt: skip
     keep(scratch)
     keep(coef_array)
 
@@ -262,6 +230,5 @@ def backward(grad_TKC: Tensor, call: Routing) -> tuple[Tensor, Tensor | None]:
     out = grad_x.numpy()
     run_parts(lambda part: unpack_grad(grad_l, pb.rows, inverse, out, part, threads), threads)
     weight = call.weight
-    return grad_x.to(call.x.dtype), (
-        None if weight is None else torch.from_numpy(grad_w).to(weight.dtype)
-    )
+    to_weight = None if weight is None else torch.from_numpy(grad_w).to(weight.dtype)
+    return grad_x.to(call.x.dtype), to_weight

@@ -17,9 +17,8 @@ from numba.core import cgutils
 
 LANES = 8
 
-intrinsic: Any = (
-    extending.intrinsic
-)  # its values exist in compiled code only, where Python's types say nothing
+# Its values exist in compiled code only, where Python's types say nothing.
+intrinsic: Any = extending.intrinsic
 
 _I32 = ir.IntType(32)
 
@@ -49,20 +48,17 @@ def _suffix(vector: Any) -> str:
 def _call(
     builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()
 ) -> Any:
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result, [arg.type for arg in args]), name
-    )
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, args, fastmath=flags)
 
 
 def _spread(builder: Any, scalar: Any) -> Any:
     vector = ir.VectorType(scalar.type, LANES)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
-    return builder.shuffle_vector(
-        first,
-        ir.Constant(vector, ir.Undefined),
-        ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES),
-    )
+    nothing = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(nothing, scalar, _I32(0))
+    order = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(first, nothing, order)
 
 
 def _constant(vector: Any, value: float) -> Any:
@@ -70,10 +66,9 @@ def _constant(vector: Any, value: float) -> Any:
 
 
 def _address(builder: Any, pointer_type: Any, pointer: Any, index: Any) -> tuple[Any, int]:
-    vector = ir.VectorType(_element(pointer_type), LANES)
-    return builder.bitcast(
-        builder.gep(pointer, [index]), vector.as_pointer()
-    ), 4 if pointer_type.dtype is types.float32 else 8
+    vector = ir.VectorType(_element(pointer_type), LANES).as_pointer()
+    align = 4 if pointer_type.dtype is types.float32 else 8
+    return builder.bitcast(builder.gep(pointer, [index]), vector), align
 
 
 @intrinsic
@@ -130,9 +125,8 @@ def spread(typingctx: Any, like: Any, scalar: Any) -> Any:
     """The scalar in every lane, in the type that `like` points to."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _spread(
-            builder, context.cast(builder, args[1], signature.args[1], signature.args[0].dtype)
-        )
+        wanted, given = signature.args
+        return _spread(builder, context.cast(builder, args[1], given, wanted.dtype))
 
     return VectorType(like.dtype)(like, scalar), codegen
 
@@ -142,9 +136,8 @@ def multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a·b + c, fused where the machine can."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(
-            builder, f"llvm.fmuladd.{_suffix(signature.return_type)}", args[0].type, list(args)
-        )
+        name = f"llvm.fmuladd.{_suffix(signature.return_type)}"
+        return _call(builder, name, args[0].type, list(args))
 
     return a(a, b, c), codegen
 
@@ -192,11 +185,8 @@ def zero_above(typingctx: Any, a: Any, test: Any, ceiling: Any) -> Any:
     """a where test < ceiling, else 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(
-            builder.fcmp_ordered("<", args[1], args[2]),
-            args[0],
-            _constant(signature.return_type, 0.0),
-        )
+        is_below = builder.fcmp_ordered("<", args[1], args[2])
+        return builder.select(is_below, args[0], _constant(signature.return_type, 0.0))
 
     return a(a, test, ceiling), codegen
 
@@ -206,14 +196,8 @@ def lane_sum(typingctx: Any, a: Any) -> Any:
     """The sum over lanes, pairwise."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _element(signature.args[0])
-        return _call(
-            builder,
-            f"llvm.vector.reduce.fadd.{_suffix(signature.args[0])}",
-            element,
-            [ir.Constant(element, 0.0), args[0]],
-            ("reassoc",),
-        )
+        element, name = _element(a), f"llvm.vector.reduce.fadd.{_suffix(a)}"
+        return _call(builder, name, element, [ir.Constant(element, 0.0), args[0]], ("reassoc",))
 
     return a.dtype(a), codegen
 
@@ -223,12 +207,7 @@ def lane_max(typingctx: Any, a: Any) -> Any:
     """The largest lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(
-            builder,
-            f"llvm.vector.reduce.fmax.{_suffix(signature.args[0])}",
-            _element(signature.args[0]),
-            [args[0]],
-        )
+        return _call(builder, f"llvm.vector.reduce.fmax.{_suffix(a)}", _element(a), [args[0]])
 
     return a.dtype(a), codegen
 
@@ -257,14 +236,8 @@ def transpose(typingctx: Any, rows: Any) -> Any:
 
 # exp on [-ln 2 / 2, ln 2 / 2] as 1 + r + r²·P(r): Cephes' coefficients for single precision,
 # highest power first.
-_EXP_COEFFICIENTS = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
+_EXP_COEFFICIENTS: tuple[float, ...] = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3)
+_EXP_COEFFICIENTS += (4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _ROUND = 12582912.0  # 1.5·2^23: adding it leaves the nearest integer in the low bits of a single
 
@@ -292,10 +265,8 @@ def exp(typingctx: Any, a: Any) -> Any:
             poly = fma(poly, r, _constant(vector, coefficient))
         poly = builder.fadd(fma(poly, builder.fmul(r, r), r), _constant(vector, 1.0))
         exponent = builder.shl(builder.bitcast(shifted, bits), ir.Constant(bits, [23] * LANES))
-        power = builder.bitcast(
-            builder.add(exponent, ir.Constant(bits, [0x3F800000] * LANES)), kind
-        )
-        return builder.fmul(poly, power)
+        power = builder.add(exponent, ir.Constant(bits, [0x3F800000] * LANES))
+        return builder.fmul(poly, builder.bitcast(power, kind))
 
     def double(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, f"llvm.exp.{_suffix(signature.return_type)}", args[0].type, [args[0]])
@@ -321,9 +292,8 @@ def keep_mask(typingctx: Any, like: Any, first: Any, low: Any, high: Any, thresh
         def mix(h: Any, shift: int, factor: int) -> Any:
             return builder.mul(builder.xor(h, builder.lshr(h, spread(shift))), spread(factor))
 
-        position = builder.add(
-            _spread(builder, builder.trunc(args[1], _I32)), ir.Constant(bits, list(range(LANES)))
-        )
+        lanes = ir.Constant(bits, list(range(LANES)))
+        position = builder.add(_spread(builder, builder.trunc(args[1], _I32)), lanes)
         upper = builder.trunc(builder.lshr(args[1], ir.Constant(args[1].type, 32)), _I32)
         h = builder.xor(builder.mul(position, spread(0x9E3779B1)), _spread(builder, args[2]))
         h = mix(mix(h, 16, 0x85EBCA6B), 13, 0xC2B2AE35)
@@ -333,6 +303,5 @@ def keep_mask(typingctx: Any, like: Any, first: Any, low: Any, high: Any, thresh
         kept = builder.icmp_unsigned(">=", h, _spread(builder, args[4]))
         return builder.select(kept, _constant(vector, 1.0), _constant(vector, 0.0))
 
-    return VectorType(like.dtype)(
-        like, types.uint64, types.uint32, types.uint32, types.uint32
-    ), codegen
+    key = (types.uint32, types.uint32, types.uint32)
+    return VectorType(like.dtype)(like, types.uint64, *key), codegen
