@@ -45,16 +45,9 @@ def chart(
 ) -> Chart:
     """Any chart; `spec` are the other parts of its specification."""
     fit = {"type": "fit-x", "contains": "padding", "resize": True}
-    size = {"width": "container", "height": height, "autosize": fit}
-    return {
-        "kind": kind,
-        "title": title,
-        "note": note,
-        "data": list(data),
-        "choices": list(choices),
-        "is_wide": is_wide,
-        "spec": size | {"description": title} | spec,
-    }
+    size = {"width": "container", "height": height, "autosize": fit, "description": title}
+    about = {"kind": kind, "title": title, "note": note, "is_wide": is_wide}
+    return about | {"data": list(data), "choices": list(choices), "spec": size | spec}
 
 
 def quantity(field: str, title: str = "", **more: Any) -> Spec:
@@ -125,17 +118,13 @@ def _vertical(marks: Sequence[tuple[float, str]], every: Sequence[float | None])
     for at, label in marks:
         is_right = at > min(known) + 0.6 * (max(known) - min(known))
         text = {"align": "right" if is_right else "left", "dx": -5 if is_right else 5}
+        name: Spec = {"mark": {"type": "text", "baseline": "top", **text}}
+        name["encoding"] = {"text": {"field": "label"}, "y": {"value": 2}}
         layers.append(
             {
                 "data": {"values": [{"at": number(at), "label": label}]},
                 "encoding": {"x": {"field": "at", "type": "quantitative"}},
-                "layer": [
-                    {"mark": {"type": "rule", "strokeDash": [3, 3]}},
-                    {
-                        "mark": {"type": "text", "baseline": "top", **text},
-                        "encoding": {"text": {"field": "label"}, "y": {"value": 2}},
-                    },
-                ],
+                "layer": [{"mark": {"type": "rule", "strokeDash": [3, 3]}}, name],
             }
         )
     return layers
@@ -165,10 +154,8 @@ def heat(
     top = max((row["value"] or 0.0 for row in data), default=0.0) or 1.0
     shade = {"field": "value", "type": "quantitative", "scale": {"domain": [0, top]}}
     legend = None if text else {"title": None, "gradientLength": 120}
-    hints = [
-        {"field": name, "title": shown}
-        for name, shown in (("row", y), ("column", x), ("value", "value"))
-    ]
+    titles = {"row": y, "column": x, "value": "value"}
+    hints = [{"field": name, "title": shown} for name, shown in titles.items()]
     layers: list[Spec] = [
         {"mark": "rect", "encoding": {"color": shade | {"legend": legend}, "tooltip": hints}}
     ]
@@ -182,11 +169,8 @@ def heat(
         )
     for axis, names in (("x", columns), ("y", rows)) if split else ():
         edge = {"datum": str(names[split]), "bandPosition": 0}
-        other = (
-            {"x": {"value": 0}, "x2": {"value": "width"}}
-            if axis == "y"
-            else {"y": {"value": 0}, "y2": {"value": "height"}}
-        )
+        along, end = ("x", "width") if axis == "y" else ("y", "height")
+        other = {along: {"value": 0}, f"{along}2": {"value": end}}
         mark = {"type": "rule", "strokeDash": [3, 3]}
         layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": {axis: edge} | other})
     axes: dict[str, Spec] = {
@@ -217,24 +201,14 @@ def scatter(
     for name, property in colours.items():
         for row, value in zip(data, property["values"], strict=True):
             row[name] = value
-    places = {
-        name: {axis: quantity(f"{name} {axis}", axis=None) for axis in ("x", "y")} for name in views
-    }
+    axes = ("x", "y")
+    places = {name: {a: quantity(f"{name} {a}", axis=None) for a in axes} for name in views}
     shown = {name: {"color": _colour(name, property)} for name, property in colours.items()}
     size = 16 if len(data) > 1500 else 26 if len(data) > 500 else 44
     mark = {"type": "circle", "size": size, "opacity": 0.85}
-    latest = dict(reversed(places.items()))
-    return chart(
-        "scatter",
-        title,
-        note,
-        data,
-        480,
-        [("map", latest), ("colour", shown)],
-        is_wide=True,
-        mark=mark,
-        encoding={"tooltip": {"field": "about"}},
-    )
+    choices = [("map", dict(reversed(places.items()))), ("colour", shown)]
+    drawn: Spec = {"is_wide": True, "mark": mark, "encoding": {"tooltip": {"field": "about"}}}
+    return chart("scatter", title, note, data, 480, choices, **drawn)
 
 
 def classes(values: Sequence[int]) -> Chart:
@@ -310,10 +284,8 @@ def dots(
     has_other = any(row["published"] is not None for row in data)
     colour = {"scale": {"domain": [own, other] if has_other else [own]}}
     flat: Spec = {"flatten": ["values"], "as": ["value"]}
-    stats = [
-        {"op": op, "field": "value", "as": name}
-        for op, name in (("mean", "mean"), ("stdevp", "std"))
-    ]
+    made = {"mean": "mean", "std": "stdevp"}
+    stats = [{"op": op, "field": "value", "as": name} for name, op in made.items()]
     stats.append({"op": "count", "as": "seeds"})
     spread = [
         flat,

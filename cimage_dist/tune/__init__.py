@@ -23,20 +23,10 @@ Point = dict[str, Any]
 # Keys that decide on which data a score is computed, or where a run is stored: trials that differ
 # here cannot be compared.
 _NOT_SEARCHED = ("run.", "resources.")
-_DATA = [
-    "name",
-    "path",
-    "root",
-    "store_dir",
-    "split",
-    "split_index",
-    "train_ratio",
-    "val_ratio",
-    "labels_per_class",
-]
-_DATA += ["holdout_edges", "link_val_ratio", "link_test_ratio"]
+_SPLIT = ("split", "split_index", "train_ratio", "val_ratio", "labels_per_class")
+_LINKS = ("holdout_edges", "link_val_ratio", "link_test_ratio")
 _VALIDATION = {f"train.{name}" for name in ("validate_every", "validate_by", "select")}
-_VALIDATION |= {f"data.{name}" for name in _DATA}
+_VALIDATION |= {f"data.{n}" for n in ("name", "path", "root", "store_dir", *_SPLIT, *_LINKS)}
 # Settings that may change while the weights stay.
 _OPTIM = ("lr_max", "lr_min", "weight_decay", "clip_norm")
 _MODEL = ("dropout", "structure_dropout", "factor_dropout", "num_layers", "routing_iterations")

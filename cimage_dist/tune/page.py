@@ -119,12 +119,9 @@ def _parallel(sweep: Sweep, scored: list[Standing]) -> Chart:
         for key, texts in ends.items()
         for at, text in zip((-0.06, 1.06), texts, strict=True)
     ]
-    bright: dict[str, Any] = {
-        "field": literal(_SCORE),
-        "type": "quantitative",
-        "scale": {"range": [0.15, 1]},
-    }
-    bright |= {"legend": None}
+    bright: dict[str, Any] = {"field": literal(_SCORE), "type": "quantitative", "legend": None}
+    bright |= {"scale": {"range": [0.15, 1]}}
+    is_stopped = {"test": "datum.state == 'stopped'", "value": [4, 4]}
     lit = {"condition": {"param": "lit", "empty": False, "value": 3.5}, "value": 1.6}
     encoding = {
         "x": category("axis", scale={"domain": list(ends)}, axis={"labelAngle": -30, "grid": True}),
@@ -137,10 +134,7 @@ def _parallel(sweep: Sweep, scored: list[Standing]) -> Chart:
             "detail": {"field": "point"},
             "opacity": bright,
             "strokeWidth": lit,
-            "strokeDash": {
-                "condition": {"test": "datum.state == 'stopped'", "value": [4, 4]},
-                "value": [1, 0],
-            },
+            "strokeDash": {"condition": is_stopped, "value": [1, 0]},
             "tooltip": _hints(sweep),
         },
     }
@@ -150,16 +144,8 @@ def _parallel(sweep: Sweep, scored: list[Standing]) -> Chart:
         "encoding": {"text": {"field": "label"}},
     }
     note = "Each line is a point, stronger is better; stopped points are dashed."
-    return chart(
-        "parallel",
-        "Settings and scores",
-        note,
-        data,
-        300,
-        is_wide=True,
-        layer=[line, ticks],
-        encoding=encoding,
-    )
+    drawn: dict[str, Any] = {"is_wide": True, "layer": [line, ticks], "encoding": encoding}
+    return chart("parallel", "Settings and scores", note, data, 300, **drawn)
 
 
 def _by_setting(sweep: Sweep, scored: list[Standing]) -> Chart:
@@ -168,29 +154,16 @@ def _by_setting(sweep: Sweep, scored: list[Standing]) -> Chart:
     encoding = {"y": quantity(literal(_SCORE), _SCORE), "color": colour, "tooltip": _hints(sweep)}
     note = "Every point by one of its settings."
     data = [_row(sweep, row) for row in scored]
-    return chart(
-        "settings",
-        "Score by setting",
-        note,
-        data,
-        240,
-        [("setting", keys)],
-        is_wide=True,
-        mark={"type": "circle", "size": 60, "opacity": 0.75},
-        encoding=encoding,
-    )
+    mark = {"type": "circle", "size": 60, "opacity": 0.75}
+    drawn: dict[str, Any] = {"is_wide": True, "mark": mark, "encoding": encoding}
+    return chart("settings", "Score by setting", note, data, 240, [("setting", keys)], **drawn)
 
 
 def _axis(d: Dimension) -> dict[str, Any]:
     if isinstance(d, Choice):
-        domain = [_text(value) for value in d.values]
-        return {
-            "field": literal(d.key),
-            "type": "ordinal",
-            "title": d.key,
-            "scale": {"domain": domain},
-            "axis": {"labelAngle": 0},
-        }
+        domain = {"domain": [_text(value) for value in d.values]}
+        axis = {"field": literal(d.key), "type": "ordinal", "title": d.key, "scale": domain}
+        return axis | {"axis": {"labelAngle": 0}}
     return quantity(literal(d.key), d.key, scale={"type": "log"} if d.is_log else {})
 
 
@@ -204,20 +177,15 @@ def _best_so_far(ledger: Ledger) -> Chart:
         {"trial": i + 1, "point": point, "score": number(score)}
         for i, (_, point, score) in enumerate(ended)
     ]
-    best = [
-        {"window": [{"op": "max", "field": "score", "as": "best"}], "sort": [{"field": "trial"}]}
-    ]
+    largest = [{"op": "max", "field": "score", "as": "best"}]
+    best = [{"window": largest, "sort": [{"field": "trial"}]}]
+    hints = [{"field": name} for name in ("trial", "point", "score")]
+    each, steps = {"type": "circle", "style": "soft", "size": 40}, "step-after"
     layers = [
-        {
-            "mark": {"type": "circle", "style": "soft", "size": 40},
-            "encoding": {
-                "y": quantity("score", "percent"),
-                "tooltip": [{"field": name} for name in ("trial", "point", "score")],
-            },
-        },
+        {"mark": each, "encoding": {"y": quantity("score", "percent"), "tooltip": hints}},
         {
             "transform": best,
-            "mark": {"type": "line", "interpolate": "step-after"},
+            "mark": {"type": "line", "interpolate": steps},
             "encoding": {"y": quantity("best")},
         },
     ]
@@ -236,22 +204,18 @@ def _importance(shares: dict[str, float]) -> Chart:
         "tooltip": [{"field": "key"}, {"field": "share", "type": "quantitative", "format": ".1%"}],
     }
     note = "Share of each setting in the variance of the scores (fANOVA). A hint, not a proof."
-    return chart(
-        "importance", "What mattered", note, data, 28 * len(data), mark="bar", encoding=encoding
-    )
+    drawn: dict[str, Any] = {"mark": "bar", "encoding": encoding}
+    return chart("importance", "What mattered", note, data, 28 * len(data), **drawn)
 
 
 def _curves(sweep: Sweep, ledger: Ledger) -> Chart:
     data = []
     for trial in ledger.trials.values():
         folder, epochs = ledger.folder(trial.id), epochs_of(sweep.base, trial)
-        for report in thinned(
-            reports(folder, epochs, sweep.base.train.select), _MOST_POINTS_OF_A_CURVE
-        ):
-            about = {"trial": trial.id, "stage": trial.stage}
-            data.append(
-                about | {"epoch": number(report["epoch"]), "score": number(report["score"])}
-            )
+        found = reports(folder, epochs, sweep.base.train.select)
+        about = {"trial": trial.id, "stage": trial.stage}
+        for report in thinned(found, _MOST_POINTS_OF_A_CURVE):
+            data.append(about | {key: number(report[key]) for key in ("epoch", "score")})
     dim = {"condition": {"param": "lit", "empty": False, "value": 1}, "value": 0.45}
     encoding = {
         "x": quantity("epoch", "epoch"),
@@ -262,40 +226,20 @@ def _curves(sweep: Sweep, ledger: Ledger) -> Chart:
         "tooltip": [{"field": name} for name in ("trial", "epoch", "score")],
     }
     note = "Validation score that selection sees, one line a trial."
-    mark = {"type": "line", "point": {"size": 16}}
-    return chart(
-        "curves",
-        "Training curves",
-        note,
-        data,
-        260,
-        is_wide=True,
-        params=[hover("lit", "trial")],
-        mark=mark,
-        encoding=encoding,
-    )
+    drawn: dict[str, Any] = {"is_wide": True, "params": [hover("lit", "trial")]}
+    drawn |= {"mark": {"type": "line", "point": {"size": 16}}, "encoding": encoding}
+    return chart("curves", "Training curves", note, data, 260, **drawn)
 
 
 def _finalists(sweep: Sweep, found: dict[str, Any]) -> list[Chart]:
     won = (found["winner"] or {}).get("point")
-    names = [
-        _label(sweep, row["point"]) + (" ★" if row["point"] == won else "")
-        for row in found["fresh"]
-    ]
-    rows = [
-        [
-            name,
-            "-" if row["mean"] is None else f"{row['mean']:.2f}",
-            f"{row['std']:.2f}",
-            "  ".join(f"{score:.2f}" for score in row["scores"]),
-            row["status"],
-        ]
-        for name, row in zip(names, found["fresh"], strict=True)
-    ]
-    drawn = [
-        (f"point {name}", row["scores"], None)
-        for name, row in zip(names, found["fresh"], strict=True)
-    ]
+    rows, drawn = [], []
+    for row in found["fresh"]:
+        name = _label(sweep, row["point"]) + (" ★" if row["point"] == won else "")
+        mean = "-" if row["mean"] is None else f"{row['mean']:.2f}"
+        each = "  ".join(f"{score:.2f}" for score in row["scores"])
+        rows.append([name, mean, f"{row['std']:.2f}", each, row["status"]])
+        drawn.append((f"point {name}", row["scores"], None))
     return [
         dots("Every seed", "", "percent", drawn),
         table("Finalists", "", ["point", "mean", "± std", "each seed", "state"], rows),
@@ -304,13 +248,9 @@ def _finalists(sweep: Sweep, found: dict[str, Any]) -> list[Chart]:
 
 def _points(sweep: Sweep, search: list[Standing]) -> Chart:
     keys = [d.key for d in sweep.space]
-    rows = [
-        [
-            _label(sweep, row.point),
-            "-" if row.mean is None else f"{row.mean:.2f}",
-            row.status,
-            *[_text(row.values.get(key)) for key in keys],
-        ]
-        for row in search
-    ]
+    rows = []
+    for row in search:
+        mean = "-" if row.mean is None else f"{row.mean:.2f}"
+        values = [_text(row.values.get(key)) for key in keys]
+        rows.append([_label(sweep, row.point), mean, row.status, *values])
     return table("Best first", "", ["point", _SCORE, "state", *keys], rows)
