@@ -34,7 +34,8 @@ from cimage_dist.train.step import objective
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Topology
 
-# Scores a model by validation data only; "score" is what selection maximises.
+# Collective: scores a model by validation data only, the same on every rank; "score" is what
+# selection maximises.
 Validator = Callable[[CimageModel], dict[str, float]]
 
 _LABELS = "pseudo-labels"
@@ -208,10 +209,10 @@ def _reduce(terms: dict[str, Tensor], cfg: Config, comm: Comm, step: int) -> dic
 
 
 def _validate(trainer: Trainer, validate: Validator, sink: Sink) -> bool:
-    """Collective: score by validation data; rank 0 decides whether this is the best so far."""
+    """Collective: score by validation data; whether this is the best so far."""
     trainer.settle()
     trainer.model.eval()
-    scores = trainer.comm.broadcast_object(validate(trainer.model))
+    scores = validate(trainer.model)
     sink.log("val", trainer.step, scores)
     is_best = scores["score"] > trainer.best_score
     if is_best:

@@ -124,9 +124,7 @@ def test_stopped_by_a_signal(
     assert_same_end(run, uninterrupted)
 
 
-def kill_and_resume(
-    settings: list[str], kills: int, draw: random.Random, run: Path
-) -> int | None:
+def kill_and_resume(settings: list[str], kills: int, draw: random.Random, run: Path) -> int | None:
     """Kill -9 at random steps and a random moment within the step; each process continues from what
     the one before left. None where one ended before it was killed.
     """

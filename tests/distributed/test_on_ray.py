@@ -100,9 +100,7 @@ def trained(ray: Cluster, sweep: subprocess.Popen[str]) -> Run:
     return again
 
 
-def test_a_killed_and_resumed_run_of_two_workers_ends_bit_equal(
-    ray: Cluster, trained: Run
-) -> None:
+def test_a_killed_and_resumed_run_of_two_workers_ends_bit_equal(ray: Cluster, trained: Run) -> None:
     """To two processes that knew nothing of Ray and that nobody disturbed."""
     cfg = config(ray.folder, "plain")
     stages.prepare_run(cfg, open_graph(cfg.data))
