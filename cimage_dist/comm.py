@@ -99,6 +99,22 @@ class Comm:
                 dist.broadcast(part, src=dist.get_global_rank(self.group, source), group=self.group)
         return out
 
+    def scatter_rows(self, x: Tensor, total: int) -> Tensor:
+        """Collective: this rank's `slice_of(total)` of rank 0's rows `[total, ...]`; the others give
+        a tensor of the same type and row shape, which need not have rows.
+        """
+        if self.world == 1:
+            return x
+        begin, end = self.slice_of(total)
+        if not self.is_main:
+            own = x.new_empty((end - begin, *x.shape[1:]))
+            dist.recv(own, src=dist.get_global_rank(self.group, 0), group=self.group)
+            return own
+        for rank in range(1, self.world):
+            part = x[total * rank // self.world : total * (rank + 1) // self.world]
+            dist.send(part.contiguous(), dist.get_global_rank(self.group, rank), group=self.group)
+        return x[begin:end]
+
     def from_main(self, make: Callable[[], Any]) -> Any:
         """Collective: what `make` gives on rank 0, which alone calls it, as a small picklable
         object on every rank. A mistake of the user that rank 0 finds is raised on all of them.

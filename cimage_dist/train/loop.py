@@ -22,7 +22,7 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io.environment import keep_freed_memory
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.model import CimageModel
-from cimage_dist.train.initial import LabelSet, initial_labels
+from cimage_dist.train.initial import NO_LABELS, LabelSet, initial_labels
 from cimage_dist.train.progress import Meter
 from cimage_dist.train.refresh import (
     Embedder,
@@ -67,7 +67,7 @@ def _edge_only(
 
 
 def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink) -> LabelSet:
-    """Collective: the initial labels of this config, made or found."""
+    """Collective: the initial labels of this config, made or found; see `initial_labels`."""
 
     def tick(step: int, total: int, values: dict[str, float], stage: str) -> None:
         sink.tick(step, total, values, stage)
@@ -94,14 +94,20 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         trainer.scores = random_scores(cfg.model.num_factors, cfg.run.seed)
     if cfg.ci.partition != "ci":
         return
-    kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
-    if kept is None:
+    kept = sink.fetch(_LABELS) if comm.is_main else None
+    if comm.broadcast_object(kept is not None):
+        found = NO_LABELS if kept is None else LabelSet(kept["labels"], kept["confidence"])
+    else:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
-        kept = {"labels": found.labels, "confidence": found.confidence}
-        sink.store(_LABELS, kept)
-    labels, confidence = kept["labels"], kept["confidence"]
+        sink.store(_LABELS, {"labels": found.labels, "confidence": found.confidence})
     trainer.refresher = Refresher(
-        cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
+        cfg,
+        comm.scatter_rows(found.labels.to(torch.int64), graph.num_nodes),
+        comm.scatter_rows(found.confidence.to(torch.float64), graph.num_nodes),
+        trainer.embedder,
+        comm,
+        trainer.total_steps,
+        first_node=comm.slice_of(graph.num_nodes)[0],
     )
 
 
