@@ -56,7 +56,7 @@ SETTINGS = (
     "run.keep_checkpoints=3",
     "run.tensorboard=false",
     "resources.num_workers=2",
-    "resources.timeout_s=120",
+    "resources.lost_after_s=600",  # on a busy machine a worker may be silent for long
 )
 
 
