@@ -139,7 +139,9 @@ def train_sbm(cfg: Any, args: argparse.Namespace) -> dict[str, Any]:
         "label_seconds": round(time.perf_counter() - began, 1),
         "peak_after_labels_gb": peak_gb(),
     }
-    trainer.refresher = Refresher(cfg, labels, confidence, trainer.embedder, comm)
+    trainer.refresher = Refresher(
+        cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
+    )
     began, refresh_seconds = time.perf_counter(), 0.0
     resident = []
     for batch in itertools.islice(trainer.remaining(), args.steps):

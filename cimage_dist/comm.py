@@ -4,11 +4,14 @@ the identity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from cimage_dist.errors import UserError
 
 
 class _SumWithSumBackward(torch.autograd.Function):
@@ -80,6 +83,53 @@ class Comm:
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def share_rows(self, x: Tensor, total: int) -> Tensor:
+        """Collective: `[total, ...]`, of which every rank brings the rows of its `slice_of(total)`;
+        nothing but the result is made.
+        """
+        if self.world == 1:
+            return x
+        out = x.new_empty((total, *x.shape[1:]))
+        for source in range(self.world):
+            part = out[total * source // self.world : total * (source + 1) // self.world]
+            if source == self.rank:
+                part.copy_(x)
+            if part.shape[0]:
+                dist.broadcast(part, src=dist.get_global_rank(self.group, source), group=self.group)
+        return out
+
+    def scatter_rows(self, x: Tensor, total: int) -> Tensor:
+        """Collective: this rank's `slice_of(total)` of rank 0's rows `[total, ...]`; the others give
+        a tensor of the same type and row shape, which need not have rows.
+        """
+        if self.world == 1:
+            return x
+        begin, end = self.slice_of(total)
+        if not self.is_main:
+            own = x.new_empty((end - begin, *x.shape[1:]))
+            dist.recv(own, src=dist.get_global_rank(self.group, 0), group=self.group)
+            return own
+        for rank in range(1, self.world):
+            part = x[total * rank // self.world : total * (rank + 1) // self.world]
+            dist.send(part.contiguous(), dist.get_global_rank(self.group, rank), group=self.group)
+        return x[begin:end]
+
+    def from_main(self, make: Callable[[], Any]) -> Any:
+        """Collective: what `make` gives on rank 0, which alone calls it, as a small picklable
+        object on every rank. A mistake of the user that rank 0 finds is raised on all of them.
+        """
+        found: Any = None
+        complaint: str | None = None
+        if self.is_main:
+            try:
+                found = make()
+            except UserError as error:
+                complaint = str(error)
+        found, complaint = self.broadcast_object((found, complaint))
+        if complaint is not None:
+            raise UserError(complaint)
+        return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Collective: the tensor of rank `source`, on every rank (same shape and dtype

@@ -4,10 +4,12 @@ returned.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +17,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from cimage_dist.comm import Comm
+
+PATIENCE_S = 600.0  # against a hang only: no test may fail because its machine is busy
+
+
+def wait_for_children(before: Iterable[multiprocessing.process.BaseProcess]) -> None:
+    """Until this process has no children but those of `before`: one that was told to end may be
+    there for a while.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not set(multiprocessing.active_children()) <= set(before):
+        assert time.monotonic() < deadline, multiprocessing.active_children()
+        time.sleep(0.01)
 
 
 def _free_port() -> int:
@@ -45,7 +59,11 @@ def _child(
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 180.0, backend: str = "gloo"
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = PATIENCE_S,
+    backend: str = "gloo",
 ) -> list[Any]:
     """`[fn(comm, *args) of rank 0, of rank 1, ...]`. `fn` must be a module-level function; a
     failing rank's traceback is raised here.
@@ -73,7 +91,7 @@ def run_ranks(
             results[rank] = value
     finally:
         for child in children:
-            child.join(timeout=10)
+            child.join(timeout=30)
             if child.is_alive():
                 child.kill()
                 child.join()

@@ -57,13 +57,18 @@ class ResourcesConfig:
     compile: bool = opt(
         False, "torch.compile the decoders; needs a C++ compiler on a CPU, Triton on a GPU"
     )
-    timeout_s: int = opt(600, "seconds after which a hanging collective fails")
+    lost_after_s: int = opt(
+        25, "seconds without a sign of life after which a worker is taken for lost; all start again"
+    )
+    timeout_s: int = opt(
+        600, "seconds after which a collective fails though all workers show signs of life"
+    )
     max_failures: int = opt(
         3, "worker failures after which Ray gives up; each resumes from the last checkpoint"
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "cpus_per_worker", "timeout_s"):
+        for name in ("num_workers", "cpus_per_worker", "lost_after_s", "timeout_s"):
             need(
                 getattr(self, name) >= 1,
                 f"resources.{name}",

@@ -1,24 +1,18 @@
-"""Which edges training may see.
-
-Which nodes and edges are learned from and which are kept back (§2.2, §2.3). Every draw is keyed by
-(seed, id).
+"""Which nodes and edges are learned from and which are kept back (§2.2, §2.3). Every draw is keyed
+by (seed, id).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.config import DataConfig
+from cimage_dist.data.holdout import stored
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.types import LinkSplit, NodeSplit, Topology
-
-if TYPE_CHECKING:
-    from cimage_dist.data.store import Graph
 
 
 def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology, LinkSplit | None]:
@@ -26,12 +20,12 @@ def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology,
     there are any.
 
     With data.holdout_edges=link no validation or test edge is in that topology, in either direction
-    (§2.3).
+    (§2.3). Of a large graph all processes of a machine map one copy of it (`holdout.py`).
     """
     topology = graph.topology()
     if data.holdout_edges == "none":
         return topology, None
-    split = link_split(topology, data, seed)
+    split = stored(graph, data, seed, lambda: link_split(topology, data, seed))
     return split.train, split
 
 

@@ -40,6 +40,12 @@ _LOOK_EVERY_S = 1.0  # for a request to stop
 _LOCK_PATIENCE_S = (
     60.0  # a worker that Ray gave up may live on for a while and hold the run directory
 )
+# Ray's own defaults notice a frozen worker after ten minutes and give workers that have no room, as
+# after the loss of their node, a minute. The user's environment wins.
+_ALERT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+}
 _RESIZE_EVERY_S = float(
     os.environ.get("CIMAGE_RESIZE_EVERY_S", "30")
 )  # an elastic run looks for new nodes
@@ -299,6 +305,10 @@ def scaling(cfg: Config) -> Any:
 def _fit(cfg: Config, run: RunDir) -> None:
     res = cfg.resources
     use_gpu = uses_gpu(cfg)
+    os.environ |= _ALERT | os.environ
+    # Workers answer this from a thread of their own, however long a step, a checkpoint or a
+    # validation takes: only one that is frozen or gone is silent.
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(res.lost_after_s)
     trainer = TorchTrainer(
         cast(Any, _train_worker),
         train_loop_config={"config": str(run.config)},

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ from cimage_dist.tune.plan import Plan
 from cimage_dist.tune.results import Board, finish, write_pages
 from cimage_dist.tune.spec import Sweep, prepare
 
-_PAGE_EVERY_S = 10.0
+_PAGE_EVERY_S, _LOOK_EVERY_S = 10.0, 2.0
+_NO_LIMIT = str(10**6)
 # Tune neither logs, nor prints, nor saves on its own, nor moves into other directories: run
 # directories hold it all.
 _QUIET = {
@@ -84,13 +86,18 @@ class Steward:
 
 
 class PlanSearcher(Searcher):
-    """Hands the plan's trials to Tune."""
+    """Hands the plan's trials to Tune, as many at a time as `room` says when it is asked: the
+    search then knows all that ended, and follows a cluster that grows or shrinks.
+    """
 
-    def __init__(self, steward: Steward) -> None:
+    def __init__(self, steward: Steward, room: Callable[[], int]) -> None:
         super().__init__(metric="score", mode="max")
-        self.steward = steward
+        self.steward, self.room = steward, room
 
     def suggest(self, trial_id: str) -> Any:
+        under_way = self.steward.plan.running - self.steward.ledger.outcomes.keys()
+        if len(under_way) >= self.room():
+            return None
         found = self.steward.plan.next(self.steward.elapsed)
         if found is None:
             return Searcher.FINISHED
@@ -287,20 +294,17 @@ def _run(steward: Steward, cfg: Config) -> None:
     os.environ.update(_QUIET)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     start_ray(cfg)
-    rule, most = make_rule(steward.sweep), _concurrent(steward.sweep, cfg)
-    # All processes start at once, and a point is asked for when there is room for it: the search
-    # then knows all that ended.
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(most)
+    rule = make_rule(steward.sweep)
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = _NO_LIMIT  # the searcher has its own
     storage = steward.ledger.root / ".tune"
     tuner = tune.Tuner(
         tune.with_resources(TrialProcess, _resources(steward.sweep, cfg)),
         tune_config=tune.TuneConfig(
             num_samples=-1,
-            search_alg=PlanSearcher(steward),
+            search_alg=PlanSearcher(steward, Room(steward.sweep, cfg)),
             scheduler=FIFOScheduler() if rule is None else Judge(steward, rule),
             reuse_actors=cfg.resources.num_workers
             == 1,  # a Train run costs more than a new process, and leaves its traces in one
-            max_concurrent_trials=most,
         ),
         run_config=tune.RunConfig(
             name=uuid.uuid4().hex[:8],
@@ -363,12 +367,25 @@ def _resources(sweep: Sweep, cfg: Config) -> Any:
     return {"cpu": cfg.resources.cpus_per_worker, "gpu": _gpus(sweep, cfg)}
 
 
-def _concurrent(sweep: Sweep, cfg: Config) -> int:
+class Room:
     """Trials at a time: as asked, else what the cluster's CPUs and GPUs hold now."""
-    if sweep.settings.concurrent is not None:
-        return sweep.settings.concurrent
-    have, res = ray.cluster_resources(), cfg.resources
-    fitting = have.get("CPU", 0) // (res.num_workers * res.cpus_per_worker)
-    if gpus := _gpus(sweep, cfg):
-        fitting = min(fitting, have["GPU"] // (gpus if res.num_workers == 1 else res.num_workers))
-    return max(1, int(fitting))
+
+    def __init__(self, sweep: Sweep, cfg: Config) -> None:
+        self.sweep, self.cfg = sweep, cfg
+        self._found, self._looked = 0, -math.inf
+
+    def __call__(self) -> int:
+        if self.sweep.settings.concurrent is not None:
+            return self.sweep.settings.concurrent
+        now = time.monotonic()
+        if now - self._looked > _LOOK_EVERY_S:
+            self._found, self._looked = self._look(), now
+        return self._found
+
+    def _look(self) -> int:
+        have, res = ray.cluster_resources(), self.cfg.resources
+        fitting = have.get("CPU", 0) // (res.num_workers * res.cpus_per_worker)
+        if gpus := _gpus(self.sweep, self.cfg):
+            each = gpus if res.num_workers == 1 else res.num_workers
+            fitting = min(fitting, have["GPU"] // each)
+        return max(1, int(fitting))

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.splits import node_split
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.probe import make_pool, pool_score
+from cimage_dist.eval.logistic import unit_rows
+from cimage_dist.eval.probe import make_pool, score_rows
 from cimage_dist.nn.features import compact
-from cimage_dist.nn.inference import embed_graph
+from cimage_dist.nn.inference import encode_share
 from cimage_dist.nn.model import CimageModel
 from cimage_dist.types import LinkSplit, Topology
 
@@ -119,19 +121,30 @@ def why_unvalidated(cfg: Config, graph: Graph) -> str | None:
 
 
 def make_validator(
-    cfg: Config, graph: Graph, topology: Topology, links: LinkSplit | None
+    cfg: Config, graph: Graph, topology: Topology, links: LinkSplit | None, comm: Comm | None = None
 ) -> Callable[[CimageModel], dict[str, float]] | None:
-    """A function model -> {"score": ..., ...} in percent, or None when validation is off.
+    """A collective function model -> {"score": ..., ...} in percent, or None when validation is
+    off.
 
     By link AUC when edges were held out (or train.validate_by=link), else by accuracy over the
-    draws from training and validation nodes (`eval/pool.py`).
+    draws from training and validation nodes (`eval/probe.py`). A rank reads the features of its
+    own nodes and makes their rows of every layer; rank 0 scores.
     """
+    comm = comm or Comm()
     if cfg.train.validate_every == 0:
         return None
     by = cfg.train.validate_by
     if by == "auto":
         by = "link" if links is not None else "node"
-    x = compact(graph.features())
+    own = slice(*comm.slice_of(graph.num_nodes))
+    x = compact(graph.stored_features()[own].to(torch.float32))
+
+    def share(rows: Tensor) -> Tensor:
+        return comm.share_rows(rows, graph.num_nodes)
+
+    def own_rows(model: CimageModel) -> Tensor:
+        return encode_share(model.encoder, x, topology, own, share).z.flatten(1).float()
+
     if by == "link":
         if links is None:
             raise UserError(
@@ -140,8 +153,8 @@ def make_validator(
             )
 
         def validate_links(model: CimageModel) -> dict[str, float]:
-            z = embed_graph(model.encoder, x, topology)
-            _, scores = pick_score(model_scores(model, z), links)
+            z = share(own_rows(model)).cpu()
+            _, scores = comm.from_main(lambda: pick_score(model_scores(model, z), links))
             return {"score": scores["auc"], "link_auc": scores["auc"], "link_ap": scores["ap"]}
 
         return validate_links
@@ -160,8 +173,11 @@ def make_validator(
             "another data.split."
         )
 
+    pooled = pool.nodes[(pool.nodes >= own.start) & (pool.nodes < own.stop)] - own.start
+
     def validate_nodes(model: CimageModel) -> dict[str, float]:
-        found = pool_score(embed_graph(model.encoder, x, topology), pool)
+        z = comm.gather_rows(own_rows(model).cpu()[pooled])
+        found = comm.from_main(lambda: score_rows(unit_rows(z), pool))
         return {"score": found.mean, "node_pool": found.mean, "node_pool_se": found.error}
 
     return validate_nodes

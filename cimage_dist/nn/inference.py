@@ -1,8 +1,9 @@
 """Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays
 bounded.
 
-`encode_graph` keeps every layer in memory. `encode_rows` gives some rows of one layer from a reader
-of the layer before it, wherever that is stored.
+`encode_graph` keeps every layer in memory; `encode_share` divides the rows of each layer over ranks.
+`encode_rows` gives some rows of one layer from a reader of the layer before it, wherever that is
+stored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
 from cimage_dist.nn.messages import gcn_smooth
-from cimage_dist.nn.propagate import propagate
+from cimage_dist.nn.propagate import RowPropagation
 from cimage_dist.nn.routing import normalize_factors, use_fused
 from cimage_dist.types import EdgeList, Features, Topology
 
@@ -49,66 +50,99 @@ def range_edges(topology: Topology, rows: slice, device: torch.device) -> EdgeLi
     )
 
 
-@torch.no_grad()
 def encode_graph(
     encoder: Encoder, x: Features, topology: Topology, max_floats: int = MAX_FLOATS
 ) -> Encoding:
     """(h, z) of all nodes on the unmasked topology, equal to the encoder's own forward in eval
     mode.
     """
+    return encode_share(
+        encoder, x, topology, slice(0, topology.num_nodes), lambda rows: rows, max_floats
+    )
+
+
+@torch.no_grad()
+def encode_share(
+    encoder: Encoder,
+    x: Features,
+    topology: Topology,
+    rows: slice,
+    share: Callable[[Tensor], Tensor],
+    max_floats: int = MAX_FLOATS,
+) -> Encoding:
+    """(h, z) of a range of nodes, from their own features x [T, F] and the layers' rows of the
+    others: `share` gives all rows [N, K, C] of a layer for this range's. Collective where it is.
+    """
     was_training = encoder.training
     encoder.eval()
-    cfg, weight = encoder.cfg, encoder.linear.weight
-    width = cfg.num_factors * cfg.factor_dim
-    if isinstance(x, Tensor):
-        step = max(1, max_floats // max(width, x.shape[1]))
-        start = torch.cat(
-            [
-                encoder.project(x[begin : begin + step].to(weight.device, weight.dtype))
-                for begin in range(0, x.shape[0], step)
-            ]
-        )
-    else:
-        start = encoder.project(x.to(weight.dtype))
-    if cfg.propagation == "gcn":
-        # Nothing of size messages x width is made: all targets at once.
-        edges = range_edges(topology, slice(0, topology.num_nodes), weight.device)
-        h = z = propagate(start, edges, encoder.alpha, cfg.num_layers)
-    else:
-        h = _routed(encoder, start, topology, max_floats)
-        z = _smoothed(h, topology, max_floats) if cfg.tail else h
+    cfg = encoder.cfg
+    h = start = _projected(encoder, x, max_floats)
+    advance = _layer_of(encoder, topology, rows, start, max_floats)
+    for _ in range(cfg.num_layers):
+        h = advance(share(h))
+    z = h
+    if cfg.tail and cfg.propagation == "routing":
+        z = _smoothed(share(h), topology, rows, max_floats)
     encoder.train(was_training)
     return Encoding(h, z)
 
 
-def _routed(encoder: Encoder, start: Tensor, topology: Topology, max_floats: int) -> Tensor:
-    """All routing layers; [N, K, C]."""
-    h, cfg, width = start, encoder.cfg, start[:1].numel()
-    # The fused operator makes nothing of size messages x width: all targets at once.
-    if use_fused(h, cfg.routing_backend):
-        whole = range_edges(topology, slice(0, topology.num_nodes), h.device)
-        for _ in range(cfg.num_layers):
-            h = encoder.layer(h, whole, start)
-        return h
-    for _ in range(cfg.num_layers):
-        unit = normalize_factors(h)
-        h = torch.cat(
-            [
-                encoder.layer(
-                    unit, range_edges(topology, rows, h.device), start[rows], rows, is_unit=True
-                )
-                for rows in target_ranges(topology, width, max_floats)
-            ]
-        )
-    return h
-
-
-def _smoothed(h: Tensor, topology: Topology, max_floats: int) -> Tensor:
-    degree = (topology.degrees() + 1).to(h.device)
-    parts = target_ranges(topology, h[:1].numel(), max_floats)
+def _projected(encoder: Encoder, x: Features, max_floats: int) -> Tensor:
+    """[T, K, C]"""
+    weight, cfg = encoder.linear.weight, encoder.cfg
+    if not isinstance(x, Tensor):
+        return encoder.project(x.to(weight.dtype))
+    step = max(1, max_floats // max(cfg.num_factors * cfg.factor_dim, x.shape[1]))
     return torch.cat(
-        [gcn_smooth(h, range_edges(topology, rows, h.device), degree, rows) for rows in parts]
+        [
+            encoder.project(part.to(weight.device, weight.dtype))
+            for part in (x.split(step) if x.shape[0] else [x])
+        ]
     )
+
+
+def _layer_of(
+    encoder: Encoder, topology: Topology, rows: slice, start: Tensor, max_floats: int
+) -> Callable[[Tensor], Tensor]:
+    """One layer: all rows of the layer before [N, K, C] -> those of the range; `start` are the
+    range's rows of h⁰.
+    """
+    device, cfg = start.device, encoder.cfg
+    if cfg.propagation == "gcn":
+        # Nothing of size messages x width is made: all targets at once.
+        degree = (topology.degrees() + 1).to(device)
+        edges = range_edges(topology, rows, device)
+        step = RowPropagation(edges, degree, rows, encoder.alpha, start.dtype)
+        return lambda h: step(h, start)
+    if use_fused(start, cfg.routing_backend):  # here neither
+        edges = range_edges(topology, rows, device)
+        return lambda h: encoder.layer(h, edges, start, rows)
+    width = cfg.num_factors * cfg.factor_dim
+
+    def advance(h: Tensor) -> Tensor:
+        unit = normalize_factors(h)
+        parts = [
+            encoder.layer(
+                unit,
+                range_edges(topology, part, device),
+                start[part.start - rows.start : part.stop - rows.start],
+                part,
+                is_unit=True,
+            )
+            for part in target_ranges(topology, width, max_floats, rows)
+        ]
+        return torch.cat(parts) if parts else start[:0]
+
+    return advance
+
+
+def _smoothed(h: Tensor, topology: Topology, rows: slice, max_floats: int) -> Tensor:
+    degree = (topology.degrees() + 1).to(h.device)
+    parts = [
+        gcn_smooth(h, range_edges(topology, part, h.device), degree, part)
+        for part in target_ranges(topology, h[:1].numel(), max_floats, rows)
+    ]
+    return torch.cat(parts) if parts else h[:0]
 
 
 def embed_graph(encoder: Encoder, x: Features, topology: Topology) -> Tensor:

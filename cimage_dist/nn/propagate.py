@@ -47,6 +47,52 @@ def propagate(
     return out.view(-1, *h_NKC.shape[1:])
 
 
+class RowPropagation:
+    """`propagate` of a range of target rows, an application of Â at a time: for callers that hold
+    some rows of every layer and get the others elsewhere. The same bits.
+    """
+
+    def __init__(
+        self, edges: EdgeList, degree_N: Tensor, targets: slice, alpha: float, dtype: torch.dtype
+    ) -> None:
+        """`edges.dst` counts from the start of `targets`; degrees are those of A + I."""
+        weight, self.own = gcn_weights(edges, dtype, degree_N, targets)
+        self.edges, self.targets, self.alpha = edges, targets, alpha
+        self.scaled, self.grouped = weight * (1 - alpha), Grouped()
+
+    def __call__(self, h_NKC: Tensor, start_TKC: Tensor) -> Tensor:
+        """[T, K, C] from all rows of the layer before and the targets' rows of h⁰."""
+        flat, edges = h_NKC.flatten(1), self.edges
+        return _apply(
+            flat[self.targets],
+            start_TKC.flatten(1),
+            self.own,
+            self.alpha,
+            edges.dst,
+            flat,
+            edges.src,
+            self.scaled,
+            self.grouped,
+        ).view(-1, *h_NKC.shape[1:])
+
+
+def _apply(
+    h_TD: Tensor,
+    start_TD: Tensor,
+    own_T: Tensor,
+    alpha: float,
+    dst: Tensor,
+    h_ND: Tensor,
+    src: Tensor,
+    scaled_E: Tensor,
+    grouped: Grouped,
+) -> Tensor:
+    """(1-α)·Â h + α·h⁰ of the targets; `scaled` are the messages' weights times 1-α."""
+    out = h_TD * (own_T * (1 - alpha)).unsqueeze(1)
+    out.add_(start_TD, alpha=alpha)
+    return add_weighted(out, dst, h_ND, src, scaled_E, grouped)
+
+
 class _Propagate(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -61,12 +107,20 @@ class _Propagate(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight_E, own_N, src, dst)
         ctx.alpha, ctx.plan, ctx.num_nodes = alpha, plan, h0_ND.shape[0]
-        h, into, grouped = h0_ND, 1 - alpha, Grouped()
-        scaled = weight_E * into
+        h, grouped = h0_ND, Grouped()
+        scaled = weight_E * (1 - alpha)
         for messages, targets in plan:
-            out = h[:targets] * (own_N[:targets] * into).unsqueeze(1)
-            out.add_(h0_ND[:targets], alpha=alpha)
-            h = add_weighted(out, dst[:messages], h, src[:messages], scaled[:messages], grouped)
+            h = _apply(
+                h[:targets],
+                h0_ND[:targets],
+                own_N[:targets],
+                alpha,
+                dst[:messages],
+                h,
+                src[:messages],
+                scaled[:messages],
+                grouped,
+            )
         return h
 
     @staticmethod

@@ -239,7 +239,7 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
 def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
     """Collective: the worker with the validation this config asks for."""
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
-    return worker(cfg, comm, sink, graph, make_validator(cfg, graph, topology, links))
+    return worker(cfg, comm, sink, graph, make_validator(cfg, graph, topology, links, comm))
 
 
 def announce(cfg: Config, graph: Graph, progress: Progress) -> None:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
@@ -51,6 +52,9 @@ class LabelSet:
     labels: Tensor
     confidence: Tensor
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+NO_LABELS = LabelSet(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))
 
 
 def write_labels(folder: Path, found: LabelSet) -> None:
@@ -266,12 +270,13 @@ def initial_labels(
 
     `edge_only` trains an encoder with the edge loss alone and returns it with an embedder: the
     released way to first labels. Labels made before for the same graph, method, settings and seed
-    are read from the label cache beside the graph stores.
+    are read from the label cache beside the graph stores, by rank 0 alone: the others then return
+    NO_LABELS, and get their nodes' share of them from rank 0.
     """
     comm = comm or Comm()
     if cfg.cluster.init == "file":
         assert cfg.cluster.labels_path is not None
-        return read_labels(Path(cfg.cluster.labels_path), graph.num_nodes)
+        return _of_main(partial(read_labels, Path(cfg.cluster.labels_path), graph.num_nodes), comm)
     count = number_of_clusters(cfg, graph, topology, comm, tick)
     method = method_for(cfg.cluster.init, graph.num_nodes)
     settings = None  # selfkmeans takes the whole config
@@ -280,12 +285,7 @@ def initial_labels(
     folder = cache_folder(cfg, graph.fingerprint, method, count, settings) if graph.path else None
 
     def look() -> LabelSet | None:
-        return cast(
-            "LabelSet | None",
-            comm.broadcast_object(
-                find_labels(folder, graph.num_nodes) if folder and comm.is_main else None
-            ),
-        )
+        return _of_main(lambda: find_labels(folder, graph.num_nodes) if folder else None, comm)
 
     found = look()
     if found is None:
@@ -313,6 +313,23 @@ def initial_labels(
                 if folder and comm.is_main:
                     write_labels(folder, found)
     return replace(found, facts={**found.facts, "folder": str(folder)}) if folder else found
+
+
+Found = TypeVar("Found", LabelSet, LabelSet | None)
+
+
+def _of_main(find: Callable[[], Found], comm: Comm) -> Found:
+    """Collective: what `find` gives, on rank 0; NO_LABELS on others where it found any. Labels of
+    all nodes do not travel.
+    """
+    found: list[Found] = []
+
+    def look() -> bool:
+        found.append(find())
+        return found[0] is not None
+
+    is_found = comm.from_main(look)
+    return found[0] if found else NO_LABELS if is_found else None  # type: ignore[return-value]
 
 
 def _make(

@@ -22,7 +22,7 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io.environment import keep_freed_memory
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.model import CimageModel
-from cimage_dist.train.initial import LabelSet, initial_labels
+from cimage_dist.train.initial import NO_LABELS, LabelSet, initial_labels
 from cimage_dist.train.progress import Meter
 from cimage_dist.train.refresh import Embedder, Refresher, random_scores
 from cimage_dist.train.sink import Sink
@@ -30,7 +30,8 @@ from cimage_dist.train.step import objective
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Topology
 
-# Scores a model by validation data only; "score" is what selection maximises.
+# Collective: scores a model by validation data only, the same on every rank; "score" is what
+# selection maximises.
 Validator = Callable[[CimageModel], dict[str, float]]
 
 _LABELS = "pseudo-labels"
@@ -62,7 +63,7 @@ def _edge_only(
 
 
 def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink: Sink) -> LabelSet:
-    """Collective: the initial labels of this config, made or found."""
+    """Collective: the initial labels of this config, made or found; see `initial_labels`."""
 
     def tick(step: int, total: int, values: dict[str, float], stage: str) -> None:
         sink.tick(step, total, values, stage)
@@ -89,14 +90,20 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         trainer.scores = random_scores(cfg.model.num_factors, cfg.run.seed)
     if cfg.ci.partition != "ci":
         return
-    kept = comm.broadcast_object(sink.fetch(_LABELS) if comm.is_main else None)
-    if kept is None:
+    kept = sink.fetch(_LABELS) if comm.is_main else None
+    if comm.broadcast_object(kept is not None):
+        found = NO_LABELS if kept is None else LabelSet(kept["labels"], kept["confidence"])
+    else:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
-        kept = {"labels": found.labels, "confidence": found.confidence}
-        sink.store(_LABELS, kept)
-    labels, confidence = kept["labels"], kept["confidence"]
+        sink.store(_LABELS, {"labels": found.labels, "confidence": found.confidence})
     trainer.refresher = Refresher(
-        cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
+        cfg,
+        comm.scatter_rows(found.labels.to(torch.int64), graph.num_nodes),
+        comm.scatter_rows(found.confidence.to(torch.float64), graph.num_nodes),
+        trainer.embedder,
+        comm,
+        trainer.total_steps,
+        first_node=comm.slice_of(graph.num_nodes)[0],
     )
 
 
@@ -204,10 +211,10 @@ def _reduce(terms: dict[str, Tensor], cfg: Config, comm: Comm, step: int) -> dic
 
 
 def _validate(trainer: Trainer, validate: Validator, sink: Sink) -> bool:
-    """Collective: score by validation data; rank 0 decides whether this is the best so far."""
+    """Collective: score by validation data; whether this is the best so far."""
     trainer.settle()
     trainer.model.eval()
-    scores = trainer.comm.broadcast_object(validate(trainer.model))
+    scores = validate(trainer.model)
     sink.log("val", trainer.step, scores)
     is_best = scores["score"] > trainer.best_score
     if is_best:

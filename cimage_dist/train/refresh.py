@@ -130,8 +130,8 @@ class Refresher:
     """Holds this rank's share of the nodes with their initial labels, and makes the partition from
     the current encoder.
 
-    labels int64 [N] (-1: none) and confidence float [N] are those of all nodes, the same on every
-    rank; num_steps is the length of the run.
+    labels int64 [n] (-1: none) and confidence float [n] are those of this rank's nodes, which are
+    consecutive from first_node on; num_steps is the length of the run.
     """
 
     def __init__(
@@ -142,21 +142,22 @@ class Refresher:
         embedder: Embedder,
         comm: Comm,
         num_steps: int,
+        first_node: int = 0,
     ) -> None:
         self.cfg, self.embedder, self.comm = cfg, embedder, comm
         self.diagnose_every = diagnosis_interval(cfg, num_steps)
-        begin, end = comm.slice_of(labels.numel())
-        self.gids = torch.arange(begin, end)
-        self.labels = labels[begin:end].to(torch.int64)
+        self.gids = torch.arange(first_node, first_node + labels.numel())
+        self.labels = labels.to(torch.int64)
         self.base = select_confident(
             self.labels,
-            confidence[begin:end],
+            confidence,
             self.gids,
             fraction=cfg.cluster.fraction,
             min_per_cluster=2 * cfg.ci.block_size,
             comm=comm,
         )
-        self.num_clusters = int(labels.max()) + 1
+        highest = torch.cat([self.labels, torch.tensor([-1])]).max()
+        self.num_clusters = int(comm.gather_rows(highest.view(1)).max()) + 1
         self.failures = 0
         self.average: HsicStats | None = None  # over the refreshes that decided something
         if cfg.sampler.fanouts:

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,7 +21,9 @@ import torch
 from cimage_dist.cli.main import main
 from cimage_dist.io import checkpoint
 from tests.cli.conftest import command, environment
+from tests.procs import PATIENCE_S
 
+Item = TypeVar("Item")
 STEPS = 120
 
 
@@ -57,11 +63,22 @@ def start(settings: list[str], run: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120  # against a hang only
+    deadline = time.monotonic() + PATIENCE_S
     while last_step(run) < step:
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None or last_step(run) >= step, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def met_in_the_middle(attempt: Callable[[Path], Item | None], run: Path) -> Item:
+    """What an attempt gives; again from nothing where the run was over before its signal came, as
+    may be on a busy machine.
+    """
+    for _ in range(10):
+        if (found := attempt(run)) is not None:
+            return found
+        shutil.rmtree(run)
+    raise AssertionError("the run was over before any signal came")
 
 
 def assert_same_end(run: Path, whole: Path) -> None:
@@ -83,11 +100,16 @@ def test_stopped_by_a_signal(
     settings: list[str], uninterrupted: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     run = tmp_path / "run"
-    process = start(settings, run)
-    wait_for_step(process, run, 7)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code and out == ""
+
+    def signalled(run: Path) -> tuple[int, str, str] | None:
+        process = start(settings, run)
+        wait_for_step(process, run, 7)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        return (process.returncode, out, err) if process.returncode else None
+
+    returned, out, err = met_in_the_middle(signalled, run)
+    assert returned == code and out == ""
     saved = checkpoint.load_latest(run / "ckpt")
     assert saved is not None and 7 <= saved.step < STEPS
     message = err.splitlines()[-1]
@@ -102,11 +124,11 @@ def test_stopped_by_a_signal(
     assert_same_end(run, uninterrupted)
 
 
-def kill_and_resume(settings: list[str], run: Path, kills: int, draw: random.Random) -> None:
+def kill_and_resume(settings: list[str], kills: int, draw: random.Random, run: Path) -> int | None:
     """Kill -9 at random steps and a random moment within the step; each process continues from what
-    the one before left.
+    the one before left. None where one ended before it was killed.
     """
-    for i in range(kills):
+    for _ in range(kills):
         process = start(settings, run)
         wait_for_step(
             process, run, min(last_step(run) + draw.randint(1, STEPS // (kills + 1)), STEPS - 20)
@@ -114,14 +136,18 @@ def kill_and_resume(settings: list[str], run: Path, kills: int, draw: random.Ran
         time.sleep(draw.uniform(0, 0.02))
         process.kill()
         process.communicate()
-        assert process.returncode == -signal.SIGKILL, f"kill {i} came too late"
+        if process.returncode == 0:
+            return None
+        assert process.returncode == -signal.SIGKILL
         found = checkpoint.load_latest(run / "ckpt")
-        assert found is None or found.step < STEPS
+        if found is not None and found.step == STEPS:
+            return None
+    return kills
 
 
 def test_killed(settings: list[str], uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    kill_and_resume(settings, run, 3, random.Random(0))
+    met_in_the_middle(partial(kill_and_resume, settings, 3, random.Random(0)), run)
     assert main(["pretrain", *settings, f"run.dir={run}", "--quiet"]) == 0
     assert_same_end(run, uninterrupted)
 
@@ -130,7 +156,7 @@ def test_killed(settings: list[str], uninterrupted: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_often(settings: list[str], uninterrupted: Path, tmp_path: Path, seed: int) -> None:
     run = tmp_path / "run"
-    kill_and_resume(settings, run, 10, random.Random(seed))
+    met_in_the_middle(partial(kill_and_resume, settings, 10, random.Random(seed)), run)
     assert main(["pretrain", *settings, f"run.dir={run}", "--quiet"]) == 0
     assert_same_end(run, uninterrupted)
 
@@ -157,7 +183,7 @@ def test_stopped_before_the_first_step(
     said = (line for line in process.stderr if not line.startswith(("objective: ", "encoder: ")))
     assert next(said).startswith(first)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143
     assert err.splitlines()[-1].startswith(
         "stopped before the first step. Resume with: cimage pretrain "

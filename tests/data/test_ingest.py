@@ -135,6 +135,14 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     assert not temporaries(tmp_path)
 
 
+def wait_for_a_file(process: subprocess.Popen[str], folder: Path) -> None:
+    known = set(folder.glob(f"{artifacts.TMP_PREFIX}*"))
+    while process.poll() is None and not any(
+        any(tmp.iterdir()) for tmp in set(folder.glob(f"{artifacts.TMP_PREFIX}*")) - known
+    ):
+        time.sleep(0.001)
+
+
 def kill_at_random_moments(tmp_path: Path, repeats: int) -> None:
     """kill -9 during ingest: the store is absent or whole, and the next ingest makes it whole."""
     (whole,) = start(tmp_path / "whole", 1)
@@ -146,9 +154,14 @@ def kill_at_random_moments(tmp_path: Path, repeats: int) -> None:
     folder = tmp_path / "killed"
     path = store_path(config(folder))
     interrupted = 0
-    for process in chain.from_iterable(start(folder, 4) for _ in range(repeats // 4)):
+    for number, process in enumerate(
+        chain.from_iterable(start(folder, 4) for _ in range(repeats // 4))
+    ):
         go(process)
-        time.sleep(rng.uniform(0, 1) * duration)
+        if number % 4:
+            time.sleep(rng.uniform(0, 1) * duration)
+        else:  # whatever the speed of the machine: when the first file of the store is there
+            wait_for_a_file(process, folder)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
         if path.exists():

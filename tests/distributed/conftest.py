@@ -41,7 +41,7 @@ SETTINGS = (
     "model.factor_dim=8",
     "model.num_layers=2",
     "model.dropout=0.2",
-    "sampler.fanouts=[5,5,5]",
+    "sampler.fanouts=[5,5]",
     "sampler.batch_edges=260",
     "loss.factor_weight=0.5",
     "loss.cluster_weight=0.4",
@@ -56,7 +56,7 @@ SETTINGS = (
     "run.keep_checkpoints=3",
     "run.tensorboard=false",
     "resources.num_workers=2",
-    "resources.timeout_s=120",
+    "resources.lost_after_s=600",  # on a busy machine a worker may be silent for long
 )
 
 
@@ -73,10 +73,8 @@ class Run:
     def __init__(self, root: Path, process: subprocess.Popen[str]) -> None:
         self.root, self.process = root, process
 
-    def records(self, kind: str = "train") -> list[dict[str, Any]]:
-        return [
-            record for record in read_lines(self.root / "metrics.jsonl") if record["kind"] == kind
-        ]
+    def records(self) -> list[dict[str, Any]]:
+        return train_records(self.root)
 
     def step(self) -> int:
         return max((record["step"] for record in self.records()), default=0)
@@ -106,6 +104,10 @@ class Run:
         return err
 
 
+def train_records(root: Path) -> list[dict[str, Any]]:
+    return [record for record in read_lines(root / "metrics.jsonl") if record["kind"] == "train"]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines; the last one may be half-written."""
     found = []
@@ -116,25 +118,29 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Cluster:
-    """Real Ray nodes on this machine, each a session of processes of its own, with a token and
-    without a dashboard, which is slow to start.
+    """Real Ray nodes on this machine, each a session of processes of its own, with a token. A
+    dashboard only where jobs are submitted: it is slow to start.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, has_dashboard: bool = False) -> None:
         self.folder = folder
+        self.dashboard_port = free_ports(1)[0] if has_dashboard else None
         self.files = folder / "c"
         self.files.mkdir()
         (self.files / "token").write_text(secrets.token_hex(32))
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def start(self, nodes: int, cpus: int) -> None:
+        dashboard = ["--include-dashboard=false"]
+        if self.dashboard_port:
+            dashboard = ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}"]
         self._start_node(
             cpus,
             "--head",
             f"--port={free_ports(1)[0]}",
             f"--temp-dir={self.files / 'ray'}",
-            "--include-dashboard=false",
             "--disable-usage-stats",
+            *dashboard,
         )
         for _ in range(1, nodes):
             self.add_node(cpus)
@@ -168,34 +174,27 @@ class Cluster:
         """
         return self._clean() | {
             "RAY_ADDRESS": self._address(),
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self.dashboard_port}",
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
             **changes,
         }
 
-    def pretrain(self, name: str, *settings: str, **changes: str) -> Run:
-        command = [
-            sys.executable,
-            "-m",
-            "cimage_dist",
-            "pretrain",
-            *SETTINGS,
-            f"run.dir={name}",
-            *settings,
-            "--on",
-            "ray",
-            "--json",
-        ]
-        env = self.environment(**changes)
-        process = subprocess.Popen(
-            command,
+    def cimage(self, *words: str, **changes: str) -> subprocess.Popen[str]:
+        """A command under way, in the cluster's folder."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "cimage_dist", *words],
             cwd=self.folder,
-            env=env,
+            env=self.environment(**changes),
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        return Run(self.folder / name, process)
+
+    def pretrain(self, name: str, *settings: str, **changes: str) -> Run:
+        words = [*SETTINGS, f"run.dir={name}", *settings, "--on", "ray", "--json"]
+        return Run(self.folder / name, self.cimage("pretrain", *words, **changes))
 
     def nodes(self) -> list[int]:
         """The session of each node alive, the head first."""
@@ -294,10 +293,10 @@ def kill_node(session: int) -> None:
 
 
 @contextmanager
-def cluster_of(nodes: int, cpus: int) -> Iterator[Cluster]:
+def cluster_of(nodes: int, cpus: int, has_dashboard: bool = False) -> Iterator[Cluster]:
     """Short paths: Ray's sockets lie below."""
     folder = Path(tempfile.mkdtemp(prefix="cim-", dir="/tmp"))
-    cluster = Cluster(folder)
+    cluster = Cluster(folder, has_dashboard)
     try:
         cluster.start(nodes, cpus)
         yield cluster
@@ -317,10 +316,15 @@ class Expected:
     @classmethod
     def of(cls, run: Run) -> Expected:
         run.finish()
-        saved = checkpoint.load_latest(run.root / "ckpt")
+        return cls.of_folder(run.root)
+
+    @classmethod
+    def of_folder(cls, root: Path) -> Expected:
+        saved = checkpoint.load_latest(root / "ckpt")
+        records = train_records(root)
         assert saved is not None and saved.step == STEPS
-        assert [record["step"] for record in run.records()] == list(range(1, STEPS + 1))
-        return cls(saved.tensors, saved.meta, [record["loss"] for record in run.records()])
+        assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+        return cls(saved.tensors, saved.meta, [record["loss"] for record in records])
 
     def check(self, run: Run) -> None:
         """Weights, optimiser, partition and every loss, to the bit; every step recorded once."""

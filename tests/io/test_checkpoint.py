@@ -120,8 +120,7 @@ def test_optimizer_state_round_trip():
 WRITER = """
 import sys, torch
 from pathlib import Path
-from cimage_dist import checkpoint
-print("ready", flush=True)
+from cimage_dist.io import checkpoint
 for step in range(1, 100000):
     checkpoint.save(Path(sys.argv[1]), step, {"model.w": torch.full((200, 200), float(step))}, {"step": step})
     checkpoint.prune(Path(sys.argv[1]), keep=2)
@@ -129,18 +128,22 @@ for step in range(1, 100000):
 
 
 def kill_while_writing(folder: Path, delay: float) -> None:
-    """SIGKILL a process that writes checkpoints without pause, then see what it left."""
-    child = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    child.stdout.readline()
+    """SIGKILL a process that writes checkpoints without pause, some time after it began to, then
+    see what it left.
+    """
+    before = checkpoint.steps(folder)
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)])
+    while checkpoint.steps(folder) == before:
+        assert child.poll() is None, "the writer failed"
+        time.sleep(0.001)
     time.sleep(delay)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     found = checkpoint.load_latest(folder)
+    assert found is not None
     for step in checkpoint.steps(folder):
         assert checkpoint.why_invalid(folder / f"step-{step:08d}") is None
-    if found is not None:
-        assert float(found.tensors["model.w"][0, 0]) == found.step == found.meta["step"]
+    assert float(found.tensors["model.w"][0, 0]) == found.step == found.meta["step"]
 
 
 @pytest.mark.parametrize("delay", [0.01, 0.05, 0.123])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cimage_dist.errors import UserError
-from tests.launch.conftest import BIN, ROOT
+from tests.launch.conftest import BIN, ROOT, clean_environment
 from tests.test_docs import DOCUMENTS, check, commands
 
 LAUNCH = sorted(path for path in (ROOT / "launch").rglob("*") if path.is_file())
@@ -83,6 +83,18 @@ def test_shell_scripts_are_clean(path: Path):
 def test_the_scripts_are_executable_and_there_are_some():
     assert {path.name for path in SCRIPTS} >= {"local_cluster.sh", "slurm.sbatch", "cimage"}
     assert all(path.stat().st_mode & 0o111 for path in SCRIPTS if path.suffix != ".sbatch")
+
+
+def test_the_stand_in_for_the_command_runs():
+    done = subprocess.run(
+        [str(ROOT / "launch" / "bin" / "cimage"), "--version"],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_the_map_answers_to_its_buttons(page, browser):
         return found
 
     def choose(option: str) -> None:
-        before, deadline = dots(), time.monotonic() + 30
+        before, deadline = dots(), time.monotonic() + 120
         card.get_by_label(option, exact=True).check()
         while dots() == before:
             assert time.monotonic() < deadline

@@ -11,6 +11,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.sampling import seeds as seeds_module
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
 from cimage_dist.types import Batch, Hops, View
+from tests.procs import wait_for_children
 from tests.sampling.toy_csr import make_csr, random_csr, star_csr
 
 
@@ -100,7 +101,7 @@ def test_leaving_early_ends_the_processes() -> None:
     for step, _ in enumerate(BatchLoader(source, 0, 1000, workers=2)):
         if step == 2:
             break
-    assert set(multiprocessing.active_children()) <= set(before)
+    wait_for_children(before)
 
 
 def test_empty_range_of_steps() -> None:

@@ -30,6 +30,7 @@ from cimage_dist.train.progress import MEASURED
 from cimage_dist.train.sink import LocalSink, MemorySink
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Batch, EdgeList, Topology
+from tests.procs import wait_for_children
 from tests.settings import ROUTING, small_sbm_config
 
 MODEL = [
@@ -302,7 +303,7 @@ def test_the_whole_objective_resumes_to_the_last_bit(
     assert [
         r["step"] for r in read_metrics(RunDir(tmp_path / "parts").metrics) if r["kind"] == "ci"
     ] == list(range(0, whole.total_steps, 4))
-    assert set(multiprocessing.active_children()) <= set(before)
+    wait_for_children(before)
 
 
 def test_loader_processes_do_not_change_the_run(store_dir, small_sbm):
