@@ -43,11 +43,12 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def do_cluster(args: argparse.Namespace) -> Any:
     from cimage_dist.errors import UserError
-    from cimage_dist.pipeline.clusterings import compare
 
     if args.seeds < 1:
         raise UserError(f"--seeds must be at least 1; got {args.seeds}.")
     cfg = config_of(args)
+    from cimage_dist.pipeline.clusterings import compare
+
     methods = [name.strip() for name in args.methods.split(",") if name.strip()]
     result = compare(
         cfg, methods, range(cfg.run.seed, cfg.run.seed + args.seeds), progress_of(args)

@@ -71,13 +71,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def do_compare(args: argparse.Namespace) -> Any:
+    cfg = config_of(args)
     from cimage_dist.comparison.run import compare
     from cimage_dist.comparison.table import as_text, terminal_width
 
     settings = settings_from(args.overrides)
     names = [name.strip() for name in args.methods.split(",") if name.strip()]
     found = compare(
-        config_of(args),
+        cfg,
         names,
         args.seeds,
         out=args.out,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.config import Config
-from cimage_dist.config_loading import load_config
+from cimage_dist.config_loading import changed_settings, load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
@@ -23,11 +23,12 @@ from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.rows import open_rows
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.evaluation import evaluate_run
 from cimage_dist.pseudo.kmeans import kmeans
 from cimage_dist.reporting import insight
 from cimage_dist.reporting.charts import Chart, bars, table
 from cimage_dist.reporting.page import section, write_page
-from cimage_dist.reporting.terminal import changed_settings, footnotes, score_table
+from cimage_dist.reporting.terminal import footnotes, score_table
 from cimage_dist.reporting.training import cost_charts, loss_charts, of_kind, partition_charts
 from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 
@@ -48,9 +49,12 @@ class _Run:
                 f"No finished run in {folder}. Run `cimage pretrain` with the same config first."
             )
         cfg = load_config(self.dir.config)
-        self.cfg = dataclasses.replace(
-            cfg, run=dataclasses.replace(cfg.run, dir=str(folder))
-        )  # it may have been moved
+        # It may have been moved.
+        cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(folder)))
+        if self.dir.graph.is_dir():
+            data = dataclasses.replace(cfg.data, path=str(self.dir.graph))
+            cfg = dataclasses.replace(cfg, data=data)
+        self.cfg = cfg
         self.summary = artifacts.read_json(self.dir.summary, "the run's summary")
         self.env = artifacts.read_json(self.dir.environment, "the run's environment record")
         self.scores: dict[str, Any] | None = (
@@ -63,6 +67,25 @@ class _Run:
         self.chosen = (
             best["step"] if self.cfg.train.select == "val" and best else self.summary["steps"]
         )
+
+
+def report(folder: str | Path, points: int = 2_000, note: Note = lambda text: None) -> Path:
+    """Write report.html into the folder of a run, which is scored first where it was not; returns
+    its path.
+    """
+    score_run(Path(folder), note)
+    return write_run_page(Path(folder), points, note)[0]
+
+
+def score_run(folder: Path, note: Note) -> None:
+    """Evaluate a finished run that has no scores yet; where that cannot be done, say why."""
+    run = RunDir(folder)
+    if not run.summary.is_file() or run.evaluation.is_file():
+        return
+    try:
+        evaluate_run(_Run(folder).cfg, note=note)
+    except UserError as error:
+        note(f"there are no scores: {error}")
 
 
 def write_run_page(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.config import Config
-from cimage_dist.config_loading import known_keys, load_config
+from cimage_dist.config_loading import changed_settings, load_config
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir, read_metrics
@@ -252,16 +251,3 @@ def write_report(run: RunDir) -> Path:
     ]
     artifacts.write_text(run.report, "\n".join(lines))
     return run.report
-
-
-def changed_settings(cfg: Config) -> list[list[str]]:
-    """[key, value, default] of every setting that is not the default."""
-    defaults = Config()
-    rows = []
-    for key, _, _ in known_keys():
-        now, usual = cfg, defaults
-        for part in key.split("."):
-            now, usual = getattr(now, part), getattr(usual, part)
-        if now != usual:
-            rows.append([key, str(now), str(usual)])
-    return rows
