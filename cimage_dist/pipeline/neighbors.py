@@ -83,6 +83,11 @@ def _names(graph: Graph, rows: NDArray[np.int64]) -> NDArray[Any]:
     return np.asarray(graph.ids.values.take(rows).to_numpy(zero_copy_only=False))
 
 
+def node_names(graph: Graph, rows: NDArray[np.int64]) -> list[str]:
+    """The same as text."""
+    return [str(name) for name in _names(graph, rows).tolist()]
+
+
 def _matrix(z: Any, graph: Graph) -> Matrix:
     return z if isinstance(z, RowFiles) else check_embedding(z, graph).numpy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ def _cell(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"
+
+
+def winners(row: Sequence[str]) -> set[int]:
+    """Columns of the highest score of a row of `score_table`, where there is something to win."""
+    values = {i: float(text.split()[0]) for i, text in enumerate(row) if i and text != "-"}
+    return {i for i, value in values.items() if value == max(values.values()) and len(values) > 1}
 
 
 def about_controls(controls: dict[str, dict[str, Any]]) -> str:
@@ -133,6 +140,7 @@ def footnotes(result: dict[str, Any]) -> list[str]:
 def print_scores(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     columns, rows = score_table(result)
     table = Table(title="scores in percent", title_justify="left")
@@ -140,10 +148,10 @@ def print_scores(result: dict[str, Any]) -> None:
         table.add_column(
             name,
             justify="left" if i == 0 else "right",
-            style="bold" if i == len(columns) - 1 else None,
         )
     for row in rows:
-        table.add_row(*row)
+        best = winners(row)
+        table.add_row(*[Text(cell, "bold" if i in best else "") for i, cell in enumerate(row)])
     console = Console()
     console.print(table)
     for note in footnotes(result):

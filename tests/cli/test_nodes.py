@@ -133,7 +133,7 @@ def test_an_index_for_faiss(cli: Cli, trained_folder: list[str]) -> None:
         return
     assert cli("export", *trained_folder, "--to=a.faiss", "--to=a.parquet").code == 0
     index, table = faiss.read_index("a.faiss"), pd.read_parquet("a.parquet")
-    unit = table.drop(columns="id").to_numpy()
+    unit = table.drop(columns="id").to_numpy(copy=True)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     _, found = index.search(unit[:3], 1)
     assert found[:, 0].tolist() == [0, 1, 2]
