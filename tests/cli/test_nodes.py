@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +28,7 @@ CLASSES = np.array(["bird", "cat", "dog"])
 def csv_graph(folder: Path, num_nodes: int = 90) -> pd.DataFrame:
     """Three groups that link among themselves; rows of the features are shuffled. The features."""
     rng = np.random.default_rng(0)
-    names = np.array([f"user-{i:02d}" for i in range(num_nodes)])
+    names = np.array(["alice", *(f"user-{i:02d}" for i in range(1, num_nodes))])
     group = rng.integers(0, 3, num_nodes)
     ends = rng.integers(0, num_nodes, (12 * num_nodes, 2))
     ends = ends[(group[ends[:, 0]] == group[ends[:, 1]]) & (ends[:, 0] != ends[:, 1])]
@@ -60,9 +62,8 @@ def test_tables_and_neighbours_carry_the_ids(
     assert got.code == 0, got.err
     z = np.load("a.npy")
     ids = pd.read_csv("a-ids.csv")["id"]
-    assert json.loads(got.out)["rows"] == len(z) == 90 and set(ids) == {
-        f"user-{i:02d}" for i in range(90)
-    }
+    assert json.loads(got.out)["rows"] == len(z) == 90
+    assert set(ids) == {"alice", *(f"user-{i:02d}" for i in range(1, 90))}
     wide = pd.read_parquet("a.parquet")
     assert wide.columns.tolist() == ["id", *(f"z{i}" for i in range(z.shape[1]))]
     assert wide["id"].tolist() == ids.tolist()
@@ -221,3 +222,39 @@ def test_keys_in_a_pipe_are_one_line_each(tmp_path: Path) -> None:
     assert (
         "true | false" in found["run.tensorboard"] and "number or null" in found["model.teleport"]
     )
+
+
+def blocks_of_the_readme(language: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    return [b for b in re.findall(rf"```{language}\n(.*?)```", text, re.S) if "alice" in b]
+
+
+def test_the_four_commands_of_the_readme(cli: Cli, tmp_path: Path) -> None:
+    csv_graph(tmp_path / "my_graph")
+    (block,) = blocks_of_the_readme("bash")
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert len(commands) == 4
+    for command in commands:
+        assert command[0] == "cimage"
+        got = cli(*command[1:])
+        assert got.code == 0, got.err
+        if command[1] == "neighbors":
+            assert got.out.count("user-") == 5
+    table = pd.read_parquet("embeddings.parquet")
+    assert "alice" in table["id"].tolist() and len(table) == 90
+    page = next(tmp_path.glob("runs/**/report.html")).read_text()
+    assert "alice" in page and "Test accuracy" in page and "bird" in page
+
+
+def test_the_eight_lines_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    csv_graph(tmp_path / "my_graph")
+    (block,) = blocks_of_the_readme("python")
+    assert len([line for line in block.splitlines() if line.strip()]) <= 8
+    exec(block, {})
+    assert capsys.readouterr().out.count("user-") >= 5
+    assert "alice" in pd.read_parquet("embeddings.parquet")["id"].tolist()
+    page = (tmp_path / "runs" / "mine" / "report.html").read_text()
+    assert "alice" in page and "Test accuracy" in page
