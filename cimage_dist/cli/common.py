@@ -25,37 +25,32 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
-    """The config a verb starts from; the first file of a sweep is its search space."""
-    from cimage_dist.config_loading import load_config
+    """The config a verb starts from; the first file of a sweep is its search space.
 
-    if verb != "sweep":
-        return load_config(*paths, overrides=overrides)
-    from cimage_dist.tune.spec import load_sweep
-
-    return load_sweep(paths, overrides).base
-
-
-def config_of(args: argparse.Namespace) -> Config:
-    """The config of a verb's settings. A run's folder stands for its config, the folder of a graph
-    for `data.path`.
+    A run's folder stands for its config, the folder of a graph for `data.path`.
     """
     from cimage_dist.config_loading import load_config
 
-    paths, overrides = split_settings(args.settings)
-    if not args.settings and args.verb != "show":
-        raise UserError(f"Which graph? {_examples(args.verb)}")
+    if verb == "sweep":
+        from cimage_dist.tune.spec import load_sweep
+
+        return load_sweep(paths, overrides).base
     folders = [path for path in paths if Path(path).is_dir()]
     files = [path for path in paths if path not in folders]
     given = []
     for folder in map(Path, folders):
         if (folder / "config.yaml").is_file():
             files.insert(0, str(folder / "config.yaml"))
-            given.append(f"run.dir={folder}")
-            given += _graph_beside(folder)
+            given += [f"run.dir={folder}", *_graph_beside(folder)]
         else:
             given.append(f"data.path={folder}")
-    cfg = load_config(*files, overrides=[*given, *overrides])
-    return on_storage(named(cfg))
+    return named(load_config(*files, overrides=[*given, *overrides]))
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    if not args.settings and args.verb != "show":
+        raise UserError(f"Which graph? {_examples(args.verb)}")
+    return on_storage(config_for("", *split_settings(args.settings)))
 
 
 def _graph_beside(folder: Path) -> list[str]:
