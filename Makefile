@@ -4,6 +4,8 @@ VENV ?= .venv
 # The tested torch. Override for CUDA or a newer release: make demo TORCH='torch==2.13.0+cu130'
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# What users need, and with it what developers need.
+LIGHT := $(VENV)/.installed-light
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 # The default tests run in this many processes, a file at a time; the slow ones start clusters and run alone.
@@ -25,13 +27,17 @@ help:
 	@echo "make k8s-example  write k8s/example.yaml again"
 
 # torch first and alone: the rest then finds its requirement met and brings no second copy.
-$(STAMP): pyproject.toml constraints.txt
+$(LIGHT): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $(LIGHT)
+
+$(STAMP): $(LIGHT)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(LIGHT)
 	$(BIN)/cimage pretrain configs/demo.yaml
 	$(BIN)/cimage embed configs/demo.yaml
 	$(BIN)/cimage evaluate configs/demo.yaml

@@ -18,6 +18,9 @@ _HOME = {
     "open_graph": "cimage_dist.data.ingest",
     "Pretrainer": "cimage_dist.api",
     "evaluate": "cimage_dist.api",
+    "export": "cimage_dist.pipeline.neighbors",
+    "neighbors": "cimage_dist.pipeline.neighbors",
+    "report": "cimage_dist.reporting.run",
     "compare": "cimage_dist.comparison",
     "RoutingConv": "cimage_dist.nn.routing",
     "UserError": "cimage_dist.errors",
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
     from cimage_dist.data.store import Graph
     from cimage_dist.errors import UserError
     from cimage_dist.nn.routing import RoutingConv
+    from cimage_dist.pipeline.neighbors import export, neighbors
     from cimage_dist.registry import Clusterer, LossInputs, register_clusterer, register_loss
+    from cimage_dist.reporting.run import report
 
 __all__ = [
     "Clusterer",
@@ -49,10 +54,13 @@ __all__ = [
     "__version__",
     "compare",
     "evaluate",
+    "export",
     "load_config",
+    "neighbors",
     "open_graph",
     "register_clusterer",
     "register_loss",
+    "report",
 ]
 
 

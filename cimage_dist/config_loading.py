@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,46 @@ def known_keys(
             yield from known_keys(factory, f"{key}.")
         else:
             yield key, item, item.metadata.get("help", "")
+
+
+def accepted(kind: Any) -> str:
+    """What a field of this type may be set to, in words."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else accepted(part) for part in parts)
+    if origin is typing.Literal:
+        return " | ".join(map(str, parts))
+    if origin is list:
+        return f"list of {accepted(parts[0])}s, as [a,b]"
+    if origin is dict:
+        return f"<name>={accepted(parts[1])}"
+    words = {bool: "true | false", int: "integer", float: "number", str: "text"}
+    return words[kind]
+
+
+def accepted_values(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every dotted key with what it may be set to."""
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from accepted_values(typing.cast(type, kind), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", accepted(kind)
+
+
+def dotted_key(name: str) -> str:
+    """The key that `name` stands for: `train.epochs` itself, `train__epochs` (which Python accepts
+    as a keyword), or `epochs` where no other key of a section is called so.
+    """
+    name = name.replace("__", ".")
+    if "." in name:
+        return name
+    found = [key for key, _, _ in known_keys() if key.rsplit(".", 1)[-1] == name]
+    nearest = min((key.count(".") for key in found), default=0)
+    found = [key for key in found if key.count(".") == nearest]
+    if len(found) > 1:
+        ways = " or ".join(key.replace(".", "__") for key in found)
+        raise UserError(f"{name!r} could be {' or '.join(found)}. Write {ways}.")
+    return found[0] if found else name
 
 
 def _check_keys(layer: Any, where: str, cls: type = Config, prefix: str = "") -> None:
@@ -100,7 +143,6 @@ def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
     dataclasses.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     layers = [(str(path), _load_yaml(str(path))) for path in paths]
     for text in overrides:
@@ -115,7 +157,35 @@ def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
             raise UserError(
                 f"Override {text!r} cannot be read: {' '.join(str(error).split())}"
             ) from None
-    merged = OmegaConf.structured(Config)
+    return _merged(OmegaConf.structured(Config), layers)
+
+
+def with_settings(cfg: Config, settings: Mapping[str, Any]) -> Config:
+    """A config with some keys changed, checked as those of files are; names as `dotted_key` reads
+    them. The given one stays as it is.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    layers = []
+    for name, value in settings.items():
+        plain = str(value) if isinstance(value, Path) else value
+        if hasattr(value, "item"):  # a number of numpy or torch
+            plain = value.item()
+        layer = OmegaConf.create({})
+        try:
+            OmegaConf.update(layer, dotted_key(name), plain, force_add=True)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{name}: {str(error).splitlines()[0]}.") from None
+        layers.append((f"{name}={value!r}", layer))
+    return _merged(OmegaConf.structured(cfg), layers)
+
+
+def _merged(merged: Any, layers: Sequence[tuple[str, Any]]) -> Config:
+    """`merged` with (what to call it, keys) on top of each other, checked."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     for where, layer in layers:
         _check_keys(_without_aliases(layer), where)
         try:
@@ -147,3 +217,14 @@ def to_yaml(cfg: Config) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+
+
+def changed_settings(cfg: Config) -> list[list[str]]:
+    """[key, value, default] of every setting that is not the default."""
+    now, usual = settings_of(cfg), settings_of(Config())
+    return [[key, str(now[key]), str(usual[key])] for key in usual if now[key] != usual[key]]
+
+
+def settings_of(cfg: Config) -> dict[str, Any]:
+    """{dotted key: value} of a whole config."""
+    return {key: functools.reduce(getattr, key.split("."), cfg) for key, _, _ in known_keys()}

@@ -42,6 +42,7 @@ LOOK = """[...document.querySelectorAll("figure")].map(figure => {
     title: figure.querySelector("h3").textContent, kind: figure.dataset.kind,
     shapes: figure.querySelectorAll("svg .role-mark > *").length,
     rows: figure.querySelectorAll("tbody tr").length,
+    hidden: [...figure.querySelectorAll(".scroll")].some(n => n.scrollWidth > n.clientWidth + 1),
     width: box(figure).width, height: box(figure.querySelector(".plot, .scroll")).height,
     small: texts(words.filter(node => box(node).height < 8)),
     clipped: texts(words.filter(node => isOutside(box(node), box(node.closest("svg"))))),
@@ -69,6 +70,7 @@ def looked_at(browser: Any, path: Path, width: int, scheme: str) -> set[str]:
         assert card["rows" if card["kind"] == "table" else "shapes"] > 0, card
         assert card["height"] > 60 and 0 < card["width"] <= width, card
         assert card["small"] == [] and card["clipped"] == [], card
+        assert not card["hidden"], card  # no table is wider than its card
     assert tab.evaluate("document.documentElement.scrollWidth") <= width, (
         "nothing sticks out sideways"
     )

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +20,7 @@ from torch_geometric.data import Data
 import cimage_dist
 from cimage_dist import Config, Graph, Pretrainer, UserError, evaluate, load_config, open_graph
 from cimage_dist.cli.main import main
+from cimage_dist.config_loading import with_settings
 from tests.conftest import small_sbm_settings
 
 TINY = [
@@ -171,6 +178,182 @@ def test_misuse(cfg: Config, small_sbm: Graph, tmp_path: Path) -> None:
     (run / "config.yaml").write_text("train: {epochs: 1}\n")
     with pytest.raises(UserError, match="No saved model"):
         Pretrainer.load(run)
+
+
+def test_settings_as_keywords(cfg: Config) -> None:
+    named = Pretrainer(
+        cfg, epochs=7, model__num_factors=5, **{"sampler.fanouts": [4, 4], "seed": 2}
+    )
+    assert (named.cfg.train.epochs, named.cfg.model.num_factors) == (7, 5)
+    assert named.cfg.sampler.fanouts == [4, 4] and named.cfg.run.seed == 2
+    assert cfg.train.epochs == 4 and named.cfg.data == cfg.data
+    assert Pretrainer(epochs=np.int64(3)).cfg.train.epochs == 3
+    for settings, words in (
+        ({"epoch": 3}, "Unknown config key 'epoch'.*'train.epochs'"),
+        ({"init": "pca"}, "could be model.init or cluster.init. Write model__init"),
+        ({"epochs": "many"}, "train.epochs in epochs='many'"),
+        ({"epochs": 0}, "train.epochs must be at least 1"),
+        ({"train": 3}, "train in train=3 is a section"),
+        ({"fanouts": object()}, "fanouts"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Pretrainer(**settings)  # type: ignore[arg-type]
+
+
+def test_habits_of_scikit_learn(cfg: Config, small_sbm: Graph) -> None:
+    from sklearn.base import clone
+    from sklearn.model_selection import ParameterGrid
+    from sklearn.utils.validation import check_is_fitted
+
+    model = Pretrainer(cfg, epochs=3)
+    z = model.fit_transform(small_sbm, y=None)
+    check_is_fitted(model)
+    assert isinstance(z, np.ndarray) and np.array_equal(z, model.embed(small_sbm).numpy())
+    assert np.array_equal(z, model.transform(small_sbm))
+    assert model.get_feature_names_out().tolist() == [f"z{i}" for i in range(z.shape[1])]
+    twin = clone(model)
+    assert not hasattr(twin, "model_") and twin.cfg == model.cfg and twin.cfg is not model.cfg
+    assert np.array_equal(twin.fit_transform(small_sbm), z)
+    found = model.get_params()
+    assert found["train.epochs"] == 3 and found["workers"] is None and found["cfg"] is model.cfg
+    for point in ParameterGrid({"epochs": [2], "run__seed": [1], "progress": [False]}):
+        other = clone(model).set_params(**point)
+        assert other.cfg.train.epochs == 2 and other.cfg.run.seed == 1 and other.progress is False
+    assert model.cfg.train.epochs == 3
+    with pytest.raises(UserError, match="Unknown config key"):
+        model.set_params(epoch=3)
+
+
+def test_what_a_notebook_shows(cfg: Config, small_sbm: Graph) -> None:
+    model = Pretrainer(cfg)
+    assert "not fitted" in model._repr_html_() and "train.epochs" in model._repr_html_()
+    shown = model.fit(small_sbm)._repr_html_()
+    assert "300 nodes" in shown and "redundancy" in shown and "at step 4" in shown
+    assert "defaults" in Pretrainer()._repr_html_()
+    escaped = Pretrainer(data__name="a<b>")._repr_html_()
+    assert "a&lt;b&gt;" in escaped and "<b>" not in escaped.replace("<b>Pretrainer</b>", "")
+
+
+def test_progress_is_on_in_a_notebook(
+    cfg: Config,
+    small_sbm: Graph,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    Pretrainer(cfg).fit(small_sbm)
+    assert "4/4" in capsys.readouterr().err
+    Pretrainer(cfg, progress=False).fit(small_sbm)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_of_the_command_line_is_loaded(settings: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for verb in ("pretrain", "embed"):
+        assert main([verb, *settings, f"run.dir={run}", "--quiet"]) == 0
+    model = Pretrainer.load(run)
+    graph = open_graph(model.cfg.data)
+    assert np.array_equal(model.transform(graph), np.load(run / "embeddings" / "part-00000.npy"))
+    assert model.step_ == 4 and model.ci_scores_ is not None and model.summary_["steps"] == 4
+    assert [r["step"] for r in model.history_ if r["kind"] == "train"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_the_command_line_reads_what_was_saved(
+    is_in_memory: bool, settings: list[str], small_sbm: Graph, tmp_path: Path
+) -> None:
+    """Embeddings, scores, a page, and more training; the graph is not the one the config names."""
+    graph = Graph.from_data(small_sbm.to_data(), name="mine") if is_in_memory else small_sbm
+    tiny = with_settings(Config(), dict(text.split("=", 1) for text in TINY))
+    model = Pretrainer(tiny, run__seed=3).fit(graph)
+    folder = model.save(tmp_path / "saved", graph)
+    moved = str(folder.rename(tmp_path / "moved"))
+    for verb in ("embed", "evaluate", "report"):
+        assert main([verb, moved, "--quiet", "--json"]) == 0
+    z = np.load(f"{moved}/embeddings/part-00000.npy")
+    assert np.array_equal(z, model.transform(graph))
+    assert Path(moved, "report.html").is_file()
+
+    assert main(["pretrain", moved, "train.epochs=6", "--quiet"]) == 0
+    longer = Pretrainer.load(moved)
+    assert longer.step_ == 6
+    again = Pretrainer.load(longer.save(moved, graph))  # over itself, its graph included
+    assert np.array_equal(again.transform(graph), longer.transform(graph))
+    assert main(["embed", moved, "--quiet"]) == 0
+
+
+def test_saved_without_the_graph_in_memory(
+    cfg: Config, small_sbm: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = small_sbm.to_data()
+    model = Pretrainer(cfg).fit(data)
+    folder = model.save(tmp_path / "saved")
+    assert torch.equal(Pretrainer.load(folder).embed(data), model.embed(data))
+    assert main(["embed", str(folder)]) == 2
+    assert "Pretrainer.save(folder, graph)" in capsys.readouterr().err
+    other = small_sbm.to_data()
+    other.x = other.x + 1
+    with pytest.raises(UserError, match="another graph"):
+        model.save(folder, other)
+
+
+def test_a_saved_model_replaces_the_one_before(
+    cfg: Config, small_sbm: Graph, tmp_path: Path
+) -> None:
+    folder = Pretrainer(cfg, epochs=6).fit(small_sbm).save(tmp_path / "saved")
+    assert main(["evaluate", str(folder), "--quiet", "--json"]) == 0
+    short = Pretrainer(cfg, epochs=2).fit(small_sbm)
+    short.save(folder)
+    assert Pretrainer.load(folder).step_ == 2 and not (folder / "eval.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")
+def test_two_workers_fit_what_one_process_does(tmp_path: Path) -> None:
+    """All neighbours and no dropout: nothing depends on how many there are but rounding. In a
+    process of its own, which starts and ends a Ray of its own.
+    """
+    code = """
+import torch
+from cimage_dist import Graph, Pretrainer, load_config, open_graph
+cfg = load_config(overrides=SETTINGS)
+stored = open_graph(cfg.data)
+graph = Graph.from_data(stored.to_data(), name="mine")  # in memory: the workers need its copy
+here = Pretrainer(cfg).fit(graph)
+there = Pretrainer(cfg, workers=2, progress=True).fit(graph)
+assert there.step_ == here.step_ and len(there.history_) == len(here.history_)
+torch.testing.assert_close(there.embed(graph), here.embed(graph), rtol=1e-3, atol=1e-4)
+there.save("saved", graph)
+assert torch.equal(Pretrainer.load("saved").embed(graph), there.embed(graph))
+print("equal")
+"""
+    settings = [
+        *small_sbm_settings(tmp_path / "stores"),
+        *TINY,
+        "cluster.init=propagated",
+        "model.structure_dropout=0",
+        "model.factor_dropout=0",
+        "sampler.fanouts=[-1,-1]",
+        "sampler.batch_edges=300",
+        "train.epochs=2",
+    ]
+    folder = Path(tempfile.mkdtemp(prefix="cim-", dir="/tmp"))  # Ray's sockets need a short path
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= {"HOME": str(folder), "RAY_TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("SETTINGS", repr(settings))],
+            cwd=folder,
+            env=env | {"RAY_USAGE_STATS_ENABLED": "0"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]
 
 
 BAD = {

@@ -34,7 +34,7 @@ ALLOWED = {
     "train": MATHS | {"data", "sampling"},
     "eval": MATHS | {"data", "sampling"},
     "pipeline": RUNS,
-    "api": RUNS | {"pipeline"},
+    "api": RUNS | {"pipeline", "distributed"},  # the latter only where workers are asked for
     "planning": RUNS,
     "tune": RUNS | {"pipeline", "reporting"},
     "deploy": BASE | {"data"},

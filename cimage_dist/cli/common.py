@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from cimage_dist.errors import UserError
 
 if TYPE_CHECKING:
     from cimage_dist.config import Config
@@ -22,21 +25,72 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
-    """The config a verb starts from; the first file of a sweep is its search space."""
+    """The config a verb starts from; the first file of a sweep is its search space.
+
+    A run's folder stands for its config, the folder of a graph for `data.path`.
+    """
     from cimage_dist.config_loading import load_config
 
-    if verb != "sweep":
-        return load_config(*paths, overrides=overrides)
-    from cimage_dist.tune.spec import load_sweep
+    if verb == "sweep":
+        from cimage_dist.tune.spec import load_sweep
 
-    return load_sweep(paths, overrides).base
+        return load_sweep(paths, overrides).base
+    folders = [path for path in paths if Path(path).is_dir()]
+    files = [path for path in paths if path not in folders]
+    given = []
+    for folder in map(Path, folders):
+        if (folder / "config.yaml").is_file():
+            files.insert(0, str(folder / "config.yaml"))
+            given += [f"run.dir={folder}", *_graph_beside(folder)]
+        else:
+            given.append(f"data.path={folder}")
+    return named(load_config(*files, overrides=[*given, *overrides]))
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    from cimage_dist.config_loading import load_config
+    if not args.settings and args.verb != "show":
+        raise UserError(f"Which graph? {_examples(args.verb)}")
+    return on_storage(config_for("", *split_settings(args.settings)))
 
-    paths, overrides = split_settings(args.settings)
-    return on_storage(load_config(*paths, overrides=overrides))
+
+def _graph_beside(folder: Path) -> list[str]:
+    """The graph that `Pretrainer.save` kept in a run's folder, as a setting."""
+    if (folder / "graph" / "manifest.json").is_file():
+        return [f"data.path={folder / 'graph'}"]
+    env = folder / "env.json"
+    if env.is_file() and json.loads(env.read_text()).get("graph", {}).get("in_memory"):
+        raise UserError(
+            f"{folder} was fitted on a graph in memory and saved without it. Save it again with "
+            "Pretrainer.save(folder, graph), or use it from Python: Pretrainer.load(folder)."
+        )
+    return []
+
+
+def named(cfg: Config) -> Config:
+    """A graph of one's own without a name is called after its folder."""
+    from cimage_dist.config import DataConfig
+
+    if cfg.data.path is None or cfg.data.name != DataConfig().name or "://" in cfg.data.path:
+        return cfg
+    from cimage_dist.data.ingest import data_of
+
+    if (Path(cfg.data.path) / "manifest.json").is_file():
+        return cfg  # a store, which has its name
+    return dataclasses.replace(
+        cfg, data=dataclasses.replace(cfg.data, name=data_of(Path(cfg.data.path)).name)
+    )
+
+
+def _examples(verb: str) -> str:
+    return (
+        "Give the folder of your graph, a config or the folder of a run:\n"
+        f"  cimage {verb} my_graph/               a folder with edges.csv, features.csv, ...\n"
+        f"  cimage {verb} my_graph.yaml           a config; `cimage new my_graph/` writes one\n"
+        f"  cimage {verb} runs/mine               a run, with the settings it has\n"
+        f"  cimage {verb} data.name=digits        a graph that comes with the program\n"
+        "Settings follow as key=value, e.g. train.epochs=50; `cimage show --keys` lists them, and "
+        f"`cimage {verb} --help` the flags."
+    )
 
 
 def on_storage(cfg: Config) -> Config:

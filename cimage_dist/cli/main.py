@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cimage_dist import __version__
-from cimage_dist.cli import many, remote, runs
+from cimage_dist.cli import many, nodes, remote, runs
 from cimage_dist.cli.common import command_of
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 
@@ -26,7 +26,8 @@ examples:
   cimage embed configs/demo.yaml                        write its embeddings
   cimage evaluate configs/demo.yaml --json              score them, beside controls
   cimage pretrain configs/node/cora.yaml train.epochs=50 run.seed=1
-  cimage pretrain data.name=mine data.path=my_graph/    your own graph: edges.csv, features.npy, ...
+  cimage pretrain my_graph/                             your own graph: edges.csv, features.csv, ...
+  cimage neighbors my_graph/ --id alice -k 5            who is near alice in its embedding
   cimage compare configs/demo.yaml --methods cimage,gae ours beside published methods on one graph
   cimage show --keys                                    every config key with default and meaning
 
@@ -37,7 +38,7 @@ SIGTERM after saving.
 
 # Each has VERBS (name -> one line of help), WITHOUT_SETTINGS, add_arguments(name, parser) and
 # do_<name>(args).
-FAMILIES = (runs, many, remote)
+FAMILIES = (runs, nodes, many, remote)
 
 
 class Parser(argparse.ArgumentParser):

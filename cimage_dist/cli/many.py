@@ -98,11 +98,11 @@ def _names(text: str) -> list[str]:
 
 
 def do_cluster(args: argparse.Namespace) -> Any:
-    from cimage_dist.pipeline.clusterings import compare
-
     if args.seeds < 1:
         raise UserError(f"--seeds must be at least 1; got {args.seeds}.")
     cfg = config_of(args)
+    from cimage_dist.pipeline.clusterings import compare
+
     seeds = range(cfg.run.seed, cfg.run.seed + args.seeds)
     result = compare(cfg, _names(args.methods), seeds, progress_of(args))
     if not args.json:
@@ -143,14 +143,13 @@ def _cell(value: dict[str, float] | None, digits: int, seeds: int) -> str:
 
 
 def do_compare(args: argparse.Namespace) -> Any:
+    cfg = config_of(args)
     from cimage_dist.comparison import compare
     from cimage_dist.comparison.summary import as_text, terminal_width
 
     settings = settings_from(args.overrides)
     given = {"out": args.out, "settings": settings, "jobs": args.jobs}
-    found = compare(
-        config_of(args), _names(args.methods), args.seeds, progress=progress_of(args), **given
-    )
+    found = compare(cfg, _names(args.methods), args.seeds, progress=progress_of(args), **given)
     if not args.json:
         print(as_text(found.summary, terminal_width()))
         print(f"results: {found.folder / 'compare.json'}")

@@ -66,6 +66,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
             type=Path,
             help="also write every chart there as PDF, PNG and SVG",
         )
+        parser.add_argument(
+            "--no-scores",
+            action="store_true",
+            help="leave a run that was not evaluated without scores; else it is evaluated first",
+        )
     if name == "show":
         parser.add_argument(
             "--keys", action="store_true", help="list every config key with default and meaning"
@@ -86,11 +91,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def do_ingest(args: argparse.Namespace) -> Any:
+    cfg = config_of(args)  # before the slow imports: a typo is answered at once
     from cimage_dist.data.describe import describe, lines_of
     from cimage_dist.data.ingest import ingest
     from cimage_dist.data.store import Graph
 
-    cfg = config_of(args)
     path, is_new = ingest(
         cfg.data, None if args.quiet or args.json else lambda text: print(text, file=sys.stderr)
     )
@@ -102,9 +107,9 @@ def do_ingest(args: argparse.Namespace) -> Any:
 
 
 def do_pretrain(args: argparse.Namespace) -> Any:
+    cfg = config_of(args)  # before the slow imports: a typo is answered at once
     from cimage_dist.pipeline import stages
 
-    cfg = config_of(args)
     if args.on == "ray":
         from cimage_dist.distributed.train import launch
 
@@ -133,10 +138,11 @@ def do_pretrain(args: argparse.Namespace) -> Any:
 
 
 def do_embed(args: argparse.Namespace) -> Any:
+    cfg = config_of(args)
     from cimage_dist.io import artifacts
     from cimage_dist.pipeline import stages
 
-    cfg, progress = config_of(args), progress_of(args)
+    progress = progress_of(args)
     if args.on == "ray":
         from cimage_dist.distributed.embed import embed
 
@@ -159,7 +165,8 @@ def do_embed(args: argparse.Namespace) -> Any:
         print(
             f"rows are in the order of {args.nodes}"
             if args.nodes
-            else f"next: {command_of(args, 'evaluate')}"
+            else f"next: {command_of(args, 'evaluate')}, or {command_of(args, 'export')} for a "
+            "table with your ids"
         )
     return {
         "embeddings": str(folder),
@@ -170,10 +177,11 @@ def do_embed(args: argparse.Namespace) -> Any:
 
 
 def do_evaluate(args: argparse.Namespace) -> Any:
+    cfg = config_of(args)
     from cimage_dist.pipeline.evaluation import evaluate_run
     from cimage_dist.reporting.terminal import print_scores
 
-    result = evaluate_run(config_of(args), args.embedding, note=progress_of(args).note)
+    result = evaluate_run(cfg, args.embedding, note=progress_of(args).note)
     if not args.json:
         print_scores(result)
         if args.embedding is None:
@@ -182,19 +190,24 @@ def do_evaluate(args: argparse.Namespace) -> Any:
 
 
 def do_report(args: argparse.Namespace) -> Any:
-    from cimage_dist.config import run_dir
     from cimage_dist.errors import UserError
-    from cimage_dist.io.artifacts import RunDir
-    from cimage_dist.reporting.figures import write_figures
-    from cimage_dist.reporting.run import write_run_page
-    from cimage_dist.reporting.terminal import write_report
 
     if args.points < 3:
         raise UserError(f"--points is {args.points}; a map needs at least 3.")
-    is_folder = len(args.settings) == 1 and Path(args.settings[0]).is_dir()
-    folder = Path(args.settings[0]) if is_folder else Path(run_dir(config_of(args)))
+    if len(args.settings) == 1 and (Path(args.settings[0]) / "trials").is_dir():
+        return _sweep_report(Path(args.settings[0]), args)
+    cfg = config_of(args)
+    from cimage_dist.config import run_dir
+    from cimage_dist.io.artifacts import RunDir
+    from cimage_dist.reporting.figures import write_figures
+    from cimage_dist.reporting.run import score_run, write_run_page
+    from cimage_dist.reporting.terminal import write_report
+
+    folder = run_dir(cfg)
     if (folder / "trials").is_dir():
         return _sweep_report(folder, args)
+    if not args.no_scores:
+        score_run(folder, progress_of(args).note)
     text = write_report(RunDir(folder))
     page, charts = write_run_page(folder, args.points, progress_of(args).note)
     figures = write_figures(charts, args.figures) if args.figures else []
@@ -222,18 +235,21 @@ def _sweep_report(folder: Path, args: argparse.Namespace) -> Any:
 
 
 def do_show(args: argparse.Namespace) -> Any:
-    from cimage_dist.reporting.overview import show_config, show_keys
-
     if args.keys:
+        from cimage_dist.reporting.overview import show_keys
+
         return {"keys": show_keys(not args.json)}
+    cfg = config_of(args)
     if args.plan:
         from cimage_dist.planning import make_plan, print_plan
 
-        plan = make_plan(config_of(args), args.memory)
+        plan = make_plan(cfg, args.memory)
         if not args.json:
             print_plan(plan)
         return plan
-    return show_config(config_of(args), not args.json)
+    from cimage_dist.reporting.overview import show_config
+
+    return show_config(cfg, not args.json)
 
 
 def do_doctor(args: argparse.Namespace) -> Any:

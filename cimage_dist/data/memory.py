@@ -24,7 +24,7 @@ from cimage_dist.data.ids import NodeIds, read_ids
 from cimage_dist.data.moments import make_features
 from cimage_dist.data.sources import tables
 from cimage_dist.data.sources.edges import EdgeFile, NodeRows, join
-from cimage_dist.data.sources.raw import row_chunks
+from cimage_dist.data.sources.raw import RawGraph, edge_chunks, row_chunks
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 
@@ -182,3 +182,29 @@ def _values(y: Any) -> NodeRows | None:
         y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     values = _array(y)
     return NodeRows(Path("y"), len(values) if values.ndim else 0, ids, values=values)
+
+
+def write_graph(graph: Graph, folder: Path) -> Path:
+    """A graph in memory as a store, for other processes and for the command line."""
+    from cimage_dist.config import DataConfig
+    from cimage_dist.data.writing import write_store
+    from cimage_dist.io import artifacts
+
+    edges = graph.topology().edge_list()
+    once = (edges.src < edges.dst).numpy()
+    ends = edges.src.numpy()[once], edges.dst.numpy()[once]
+    weight = None if graph.edge_weight is None else graph.edge_weight[once]
+    raw = RawGraph(
+        graph.num_nodes,
+        lambda: edge_chunks(*ends),
+        lambda: row_chunks(graph.x),
+        graph.y,
+        graph.masks,
+        notes=graph.manifest.get("notes", {}),
+        ids=graph.ids,
+        weighted_edges=None if weight is None else lambda: iter([(*ends, weight)]),
+    )
+    data = DataConfig(name=graph.name, normalize="none", feature_dtype=graph.x.dtype.name)
+    with artifacts.committed_dir(folder) as tmp:
+        write_store(raw, data, {"normalize": "none"}, tmp, lambda text: None)
+    return folder

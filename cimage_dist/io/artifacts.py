@@ -75,6 +75,20 @@ def read_json(path: Path, what: str) -> Any:
 
 
 @contextmanager
+def renamed(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path` for a file to be written in pieces; on success it is
+    renamed into place, on failure removed.
+    """
+    tmp = path.parent / f"{TMP_PREFIX}{uuid4().hex[:8]}-{path.name}"
+    try:
+        yield tmp
+        _fsync(tmp)
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+@contextmanager
 def committed_dir(final: Path) -> Iterator[Path]:
     """Yield a temporary directory beside `final`; on success rename it into place, on failure
     remove it.
@@ -275,6 +289,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "ckpt"
+
+    @property
+    def graph(self) -> Path:
+        """A store of the graph, where `Pretrainer.save` was given one that was in memory."""
+        return self.root / "graph"
 
     @property
     def splits(self) -> Path:

@@ -172,6 +172,7 @@ def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
             cov if full else None,
             None if full else cov,
         )
-    model = CimageModel(num_features, cfg, moments)
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is left as it was
+        model = CimageModel(num_features, cfg, moments)
     model.load_state_dict(weights)
     return model.eval()

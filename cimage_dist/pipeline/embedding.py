@@ -338,16 +338,23 @@ def read_nodes(path: Path, num_nodes: int, known: NodeIds | None = None) -> NDAr
             f"Node file {path} cannot be read: {error}. Give a .npy of integers, or a text file "
             "with one node id on each line."
         ) from None
+    return find_nodes(ids, num_nodes, known, f"Node file {path}")
+
+
+def find_nodes(
+    ids: NDArray[Any], num_nodes: int, known: NodeIds | None, where: str
+) -> NDArray[np.int64]:
+    """int64 [n]: the rows of nodes by their ids, which are row numbers where `known` is None."""
     if known is not None and ids.ndim == 1 and ids.size:
-        return known.rows_of(ids, f"Node file {path}")
+        return known.rows_of(ids, where)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(
-            f"Node file {path} must hold a list of node ids; got {ids.dtype} of shape {ids.shape}."
+            f"{where} must hold a list of node ids; got {ids.dtype} of shape {ids.shape}."
         )
     bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
     if bad.size:
         raise UserError(
-            f"Node file {path}: {bad.size:,} of {ids.size:,} ids are outside the graph of "
+            f"{where}: {bad.size:,} of {ids.size:,} ids are outside the graph of "
             f"{num_nodes:,} nodes, the first is {ids[bad[0]]} (entry {bad[0]})."
         )
     return ids.astype(np.int64)

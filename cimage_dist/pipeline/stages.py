@@ -34,7 +34,14 @@ from cimage_dist.errors import UserError
 from cimage_dist.eval.links import make_validator, why_unvalidated
 from cimage_dist.io import artifacts, checkpoint, environment
 from cimage_dist.io.artifacts import RunDir
-from cimage_dist.io.rows import RowFiles, add_parquet, describe_parts, load_rows, step_of
+from cimage_dist.io.rows import (
+    RowFiles,
+    add_parquet,
+    describe_parts,
+    load_rows,
+    open_rows,
+    step_of,
+)
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, build_model, model_from_weights, needs_moments
 from cimage_dist.pipeline import embedding
@@ -104,17 +111,24 @@ def prepare_run(cfg: Config, graph: Graph) -> RunDir:
             "run.dir."
         ) from None
     if not run.environment.is_file():
-        facts = {
-            "name": graph.name,
-            "fingerprint": graph.fingerprint,
-            "nodes": graph.num_nodes,
-            "edges": graph.num_edges,
-        }
-        artifacts.write_json(
-            run.environment,
-            environment.describe() | {"graph": facts, "fingerprint": fingerprint(cfg)},
-        )
+        write_environment(run, cfg, graph_facts(graph))
     return run
+
+
+def graph_facts(graph: Graph) -> dict[str, Any]:
+    """By what a run knows its graph again."""
+    return {
+        "name": graph.name,
+        "fingerprint": graph.fingerprint,
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges,
+    }
+
+
+def write_environment(run: RunDir, cfg: Config, graph: dict[str, Any]) -> None:
+    artifacts.write_json(
+        run.environment, environment.describe() | {"graph": graph, "fingerprint": fingerprint(cfg)}
+    )
 
 
 def check_graph(run: RunDir, graph: Graph) -> None:
@@ -200,6 +214,32 @@ class Outcome:
         self.is_finished = (known.get("epochs"), known.get("steps")) == (epochs, self.first_step)
 
 
+def summary_of(
+    cfg: Config,
+    saved: checkpoint.Checkpoint,
+    edges: tuple[int, int],
+    first_step: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """What summary.json says of a run that ended with `saved`; `edges`: directed ones that were
+    trained on, and of the whole graph.
+    """
+    weights = checkpoint.model_weights(saved.tensors)
+    return {
+        "run_dir": str(run_dir(cfg)),
+        "fingerprint": fingerprint(cfg),
+        "epochs": cfg.train.epochs,
+        "steps": saved.step,
+        "steps_now": saved.step - first_step,
+        "seconds": round(seconds, 2),
+        "objective": describe_objective(cfg),
+        "encoder": describe_encoder(cfg.model, model_from_weights(cfg, weights).encoder.cfg),
+        "edges_trained_on": edges[0] // 2,
+        "edges_held_out": (edges[1] - edges[0]) // 2,
+        "best": saved.meta["best"],
+    }
+
+
 @contextmanager
 def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
     """Prepare the run directory, let the caller train into it, then write summary.json from the
@@ -218,20 +258,13 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
             discard_run(run, cfg)
         raise
     saved = checkpoint.load_selected(run.checkpoints, "last")
-    weights = checkpoint.model_weights(saved.tensors)
-    outcome.summary = {
-        "run_dir": str(run.root),
-        "fingerprint": fingerprint(cfg),
-        "epochs": cfg.train.epochs,
-        "steps": saved.step,
-        "steps_now": saved.step - outcome.first_step,
-        "seconds": round(time.perf_counter() - began, 2),
-        "objective": describe_objective(cfg),
-        "encoder": describe_encoder(cfg.model, model_from_weights(cfg, weights).encoder.cfg),
-        "edges_trained_on": topology.num_edges // 2,
-        "edges_held_out": (graph.num_edges - topology.num_edges) // 2,
-        "best": saved.meta["best"],
-    }
+    outcome.summary = summary_of(
+        cfg,
+        saved,
+        (topology.num_edges, graph.num_edges),
+        outcome.first_step,
+        time.perf_counter() - began,
+    )
     if outcome.summary["steps_now"] or not run.summary.is_file():
         artifacts.write_json(run.summary, outcome.summary)
 
@@ -350,8 +383,6 @@ def embed(
         )
     if parquet:
         add_parquet(folder, None if graph.ids is None else graph.ids.values)
-    elif graph.ids is not None:
-        note("nodes have ids of their own: --parquet writes them beside the rows")
     return folder
 
 
@@ -360,6 +391,16 @@ def embedded_step(run: RunDir) -> int | None:
     damaged).
     """
     return step_of(run.embeddings)
+
+
+def embedded(cfg: Config, note: Callable[[str], None]) -> tuple[Graph, RowFiles]:
+    """The graph and the embeddings of a run, which are made where they are absent or old."""
+    graph = open_graph(cfg.data)
+    run = RunDir(run_dir(cfg))
+    _, saved = load_model(cfg, graph)
+    if embedded_step(run) != saved.step:
+        embed(cfg, graph, note=note)
+    return graph, open_rows(run.embeddings)
 
 
 def load_embeddings(run: RunDir) -> Tensor:

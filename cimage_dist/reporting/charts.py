@@ -9,16 +9,17 @@ kind "table" has `columns` and `bold` in place of `spec`. Colours come from the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Chart = dict[str, Any]
 Spec = dict[str, Any]
 Point = tuple[float, float | None]
 _MOST_POINTS = 400
+_MOST_TILTED = 30
 _MOST_DOTTED = 40  # points of a curve up to which each is marked
-_MOST_IN_LEGEND = 24
-_UNKNOWN = "#8a8f9855"
+# A method has the same colour on every chart.
+METHODS = ("CIMAGE", "raw", "smoothed", "pagerank", "pca", "untrained")
 
 
 def number(value: Any, digits: int = 5) -> float | None:
@@ -174,7 +175,7 @@ def heat(
         mark = {"type": "rule", "strokeDash": [3, 3]}
         layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": {axis: edge} | other})
     axes: dict[str, Spec] = {
-        "x": {"field": "column", "type": "ordinal", "title": x, "axis": {"labelAngle": 0}},
+        "x": {"field": "column", "type": "ordinal", "title": x, "axis": _across(columns)},
         "y": {"field": "row", "type": "ordinal", "title": y},
     }
     for axis, names in (("x", columns), ("y", rows)):
@@ -183,51 +184,11 @@ def heat(
     return chart("heat", title, note, data, height, layer=layers, encoding=axes)
 
 
-def scatter(
-    title: str,
-    note: str,
-    views: Mapping[str, Sequence[Sequence[float]]],
-    colours: Mapping[str, Chart],
-    about: Sequence[str],
-) -> Chart:
-    """Points in one of several views, coloured by one of several properties.
-
-    See `classes` and `shades` for the properties. `about` is what the pointer shows of each point.
-    """
-    data: list[dict[str, Any]] = [{"about": text} for text in about]
-    for name, points in views.items():
-        for row, (a, b) in zip(data, points, strict=True):
-            row |= {f"{name} x": number(a, 4), f"{name} y": number(b, 4)}
-    for name, property in colours.items():
-        for row, value in zip(data, property["values"], strict=True):
-            row[name] = value
-    axes = ("x", "y")
-    places = {name: {a: quantity(f"{name} {a}", axis=None) for a in axes} for name in views}
-    shown = {name: {"color": _colour(name, property)} for name, property in colours.items()}
-    size = 16 if len(data) > 1500 else 26 if len(data) > 500 else 44
-    mark = {"type": "circle", "size": size, "opacity": 0.85}
-    choices = [("map", dict(reversed(places.items()))), ("colour", shown)]
-    drawn: Spec = {"is_wide": True, "mark": mark, "encoding": {"tooltip": {"field": "about"}}}
-    return chart("scatter", title, note, data, 480, choices, **drawn)
-
-
-def classes(values: Sequence[int]) -> Chart:
-    """A property of few values; negative ones stand for unknown."""
-    return {"type": "nominal", "values": [int(v) for v in values]}
-
-
-def shades(values: Sequence[float], label: str) -> Chart:
-    return {"type": "quantitative", "values": [number(v, 4) for v in values], "label": label}
-
-
-def _colour(name: str, property: Chart) -> Spec:
-    if property["type"] == "quantitative":
-        legend = {"title": property["label"], "gradientLength": 180}
-        return {"field": literal(name), "type": "quantitative", "legend": legend}
-    seen = sorted({v for v in property["values"] if v >= 0})
-    short = {"columns": 8} if len(seen) <= _MOST_IN_LEGEND else None
-    shown = category(literal(name), scale={"domain": seen}, legend=short)
-    return {"condition": {"test": f"datum['{name}'] >= 0", **shown}, "value": _UNKNOWN}
+def _across(names: Sequence[Any]) -> Spec:
+    """The axis below a matrix: numbers that do not fit are dropped, names are tilted."""
+    words = [str(name) for name in names]
+    is_named = any(not word.lstrip("-").isdigit() for word in words)
+    return _tilted(words) if is_named and len(words) <= _MOST_TILTED else {"labelAngle": 0}
 
 
 def bars(
@@ -246,24 +207,27 @@ def bars(
             if value is not None:
                 ends = {"low": number(value - error), "high": number(value + error)}
                 data.append({"group": group, "series": name, "value": number(value), **ends})
-    # Names that would not fit side by side are tilted.
-    is_tight = f"width < {7 * max(map(len, categories), default=0) * len(categories)}"
-    angle = {"expr": f"{is_tight} ? -35 : 0"}, {"expr": f"{is_tight} ? 'right' : 'center'"}
-    axis = {"labelAngle": angle[0], "labelAlign": angle[1], "labelOverlap": False}
     shared = {
-        "x": category("group", scale={"domain": list(categories)}, axis=axis),
+        "x": category("group", scale={"domain": list(categories)}, axis=_tilted(categories)),
         "xOffset": {"field": "series", "scale": {"domain": list(series)}},
         "tooltip": [{"field": name} for name in ("group", "series", "value")],
     }
-    colour = category("series", scale={"domain": list(series)})
-    if len(series) == 1:
-        colour["legend"] = None
+    known = METHODS if set(series) <= set(METHODS) else list(series)
+    legend = {"values": list(series)} if len(series) > 1 else None
+    colour = category("series", scale={"domain": list(known)}, legend=legend)
     height = {"field": "value", "type": "quantitative", "title": y}
     layers = [{"mark": "bar", "encoding": {"y": height, "color": colour}}]
     if errors:
         lines = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
         layers.append({"mark": "rule", "encoding": lines})
     return chart("bars", title, note, data, 220, layer=layers, encoding=shared)
+
+
+def _tilted(names: Sequence[str]) -> Spec:
+    """An axis whose names are tilted where they would not fit side by side."""
+    is_tight = f"width < {7 * max(map(len, names), default=0) * len(names)}"
+    angle = {"expr": f"{is_tight} ? -35 : 0"}, {"expr": f"{is_tight} ? 'right' : 'center'"}
+    return {"labelAngle": angle[0], "labelAlign": angle[1], "labelOverlap": False}
 
 
 def dots(
@@ -354,11 +318,13 @@ def table(
     note: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    bold: int | None = None,
+    bold: Sequence[Collection[int]] = (),
+    footnotes: Sequence[str] = (),
 ) -> Chart:
-    """`bold`: a column to stress."""
+    """`bold`: for each row the columns to stress; `footnotes` are folded away below."""
     head = {"kind": "table", "title": title, "note": note, "is_wide": len(columns) > 3}
-    return head | {"columns": list(columns), "data": [list(row) for row in rows], "bold": bold}
+    content = {"columns": list(columns), "data": [list(row) for row in rows], "bold": bold}
+    return head | content | {"footnotes": list(footnotes)}
 
 
 def drawn(chart: Chart, encoding: Mapping[str, Any] | None = None) -> Spec:

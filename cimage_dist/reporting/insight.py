@@ -7,27 +7,30 @@ validation nodes.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.ci.diagnostics import conditional_hsic
 from cimage_dist.ci.hsic import block_statistics
 from cimage_dist.config import Config
-from cimage_dist.data.ids import NodeIds
 from cimage_dist.data.store import Graph
 from cimage_dist.eval.controls import smooth_features
 from cimage_dist.eval.probe import linear_probe
-from cimage_dist.reporting.charts import Chart, bars, classes, heat, histogram, scatter, shades
+from cimage_dist.pipeline.neighbors import class_names, node_names
+from cimage_dist.reporting.charts import Chart, bars, heat, histogram
+from cimage_dist.reporting.maps import classes, scatter, shades
 from cimage_dist.types import NodeSplit, Topology
 
 _RANDOM_PARTITIONS = 60
 _DEGREE_GROUPS = 6
 _MOST_CLASSES = 30
+_FEW_FOR_TSNE = 60
 
 
 def sample(num_nodes: int, count: int, seed: int) -> Tensor:
@@ -102,54 +105,94 @@ def dependence_charts(
     return [matrix, chart], found
 
 
-def map_chart(
-    z: Tensor,
-    gids: Tensor,
-    degree: Tensor,
-    clusters: Tensor,
-    confidence: Tensor | None,
-    pseudo: Tensor | None,
-    y: Tensor | None,
-    known: Tensor | None,
-    seed: int,
-    ids: NodeIds | None = None,
-) -> Chart:
-    """Two-dimensional maps of some rows of the embedding; z [n, D], gids [n], degree and clusters
-    of the same rows, the others of all nodes. Nodes are called by their `ids` where there are some.
-    """
-    from sklearn.decomposition import PCA
-    from sklearn.manifold import TSNE
+@dataclass(frozen=True)
+class Shown:
+    """The nodes on a map: rows `gids` [n] of a graph, their rows z [n, D], clusters [n] and nearest
+    neighbours in the embedding, rows [n, k] with cosines [n, k].
 
-    rows = torch.nn.functional.normalize(z, dim=1).numpy()
-    flat = PCA(n_components=min(50, *rows.shape), random_state=seed).fit_transform(rows)
-    views = {"PCA": flat[:, :2]}
-    if len(rows) > 60:
-        views["t-SNE"] = TSNE(init="pca", random_state=seed, perplexity=30).fit_transform(flat)
-    colours = {"cluster": classes(clusters.tolist())}
-    names = gids.tolist() if ids is None else ids.values.take(gids.numpy()).to_pylist()
+    `pseudo` and `confidence` are of all nodes, `known`: whose labels may be shown.
+    """
+
+    gids: Tensor
+    z: Tensor
+    clusters: Tensor
+    near: NDArray[np.int64]
+    cosines: NDArray[np.float32]
+    pseudo: Tensor | None = None
+    confidence: Tensor | None = None
+    known: Tensor | None = None
+
+
+def map_chart(graph: Graph, degree: Tensor, shown: Shown, seed: int, near_note: str = "") -> Chart:
+    """Two-dimensional maps of some rows of the embedding; `degree` of all nodes. Nodes are called
+    by the user's ids where there are some.
+    """
+    gids = shown.gids
+    rows = torch.nn.functional.normalize(shown.z, dim=1).numpy()
+    views = _views(rows, seed)
+    colours = {"cluster": classes(shown.clusters.tolist())}
+    names = node_names(graph, gids.numpy())
+    degrees = degree[gids]
     texts = [
         f"node {g}\ndegree {d}\ncluster {c}"
-        for g, d, c in zip(names, degree.tolist(), clusters.tolist(), strict=True)
+        for g, d, c in zip(names, degrees.tolist(), shown.clusters.tolist(), strict=True)
     ]
-    if y is not None and known is not None:
-        seen = torch.where(known[gids], y[gids], -1).tolist()
-        colours["label"] = classes(seen)
+    y = graph.labels()
+    if y is not None and shown.known is not None:
+        seen = torch.where(shown.known[gids], y[gids], -1).tolist()
+        called = class_names(graph)
+        colours["label"] = classes(seen, called)
         texts = [
-            f"{t}\nlabel {'not shown (test)' if v < 0 else v}"
+            f"{t}\nlabel {'not shown (test)' if v < 0 else called[v]}"
             for t, v in zip(texts, seen, strict=True)
         ]
-    if pseudo is not None and confidence is not None:
-        colours["pseudo-label"] = classes(pseudo[gids].tolist())
+    if shown.pseudo is not None and shown.confidence is not None:
+        colours["pseudo-label"] = classes(shown.pseudo[gids].tolist())
+        confidence = shown.confidence
         rank = confidence.double().argsort().argsort().double() / max(1, confidence.numel() - 1)
         colours["confidence"] = shades(
             rank[gids].tolist(), "rank of the confidence of the initial label"
         )
-    colours["degree"] = shades(torch.log10(1.0 + degree.double()).tolist(), "log10 of 1 + degree")
+    colours["degree"] = shades(torch.log10(1.0 + degrees.double()).tolist(), "log10 of 1 + degree")
+    labels = "" if shown.known is None else " Labels of test nodes are not shown."
     note = (
-        f"{len(rows):,} nodes; each dot is one. Distances in t-SNE mean little beyond near "
-        "and far. Labels of test nodes are not shown."
+        f"{len(rows):,} nodes; each dot is one, and dots that are near have similar embeddings. "
+        f"Far apart means little: the map is a flat picture of {shown.z.shape[1]} dimensions."
+        f"{labels} Click a dot for its nearest neighbours{near_note}; drag to move, zoom with the "
+        "buttons or Ctrl and the wheel."
     )
-    return scatter("Map of the embedding", note, views, colours, texts)
+    near = _near(graph, gids, names, shown)
+    return scatter("Map of the embedding", note, views, colours, texts, names, near)
+
+
+def _views(rows: NDArray[np.float32], seed: int) -> dict[str, NDArray[Any]]:
+    """{name: [n, 2]}: principal components, t-SNE, and UMAP where it is installed."""
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+
+    flat = PCA(n_components=min(50, *rows.shape), random_state=seed).fit_transform(rows)
+    views = {"PCA": flat[:, :2]}
+    if len(rows) <= _FEW_FOR_TSNE:
+        return views
+    views["t-SNE"] = TSNE(init="pca", random_state=seed, perplexity=30).fit_transform(flat)
+    try:
+        import umap
+    except ImportError:
+        return views
+    return views | {"UMAP": umap.UMAP(metric="cosine", random_state=seed).fit_transform(rows)}
+
+
+def _near(graph: Graph, gids: Tensor, names: list[str], shown: Shown) -> dict[str, Any]:
+    """Positions of the neighbours among the names of the dots, then of further nodes."""
+    others = np.setdiff1d(shown.near, gids.numpy())
+    order = np.concatenate([gids.numpy(), others])
+    place = np.argsort(order)
+    rows = place[np.searchsorted(order, shown.near, sorter=place)]
+    return {
+        "names": [*names, *node_names(graph, others)],
+        "rows": rows.tolist(),
+        "cosines": np.round(shown.cosines.astype(np.float64), 3).tolist(),
+    }
 
 
 def mistake_charts(
@@ -190,8 +233,8 @@ def mistake_charts(
                 note,
                 "predicted",
                 "class",
-                range(graph.num_classes),
-                range(graph.num_classes),
+                class_names(graph),
+                class_names(graph),
                 share.round().tolist(),
                 text=True,
             )
@@ -202,12 +245,15 @@ def mistake_charts(
     ).unique()
     group = torch.bucketize(degree.double(), edges[1:-1], right=True)
     names: list[str] = []
-    rows: dict[str, list[float]] = {"CIMAGE": [], "smoothed features": []}
+    rows: dict[str, list[float]] = {"CIMAGE": [], "smoothed": []}
     for g in group.unique().tolist():
         inside = nodes[group == g]
         low, high = int(degree[group == g].min()), int(degree[group == g].max())
         names.append(f"{low}" if low == high else f"{low} to {high}")
-        for name, pred in (("CIMAGE", ours), ("smoothed features", smoothed)):
+        for name, pred in (("CIMAGE", ours), ("smoothed", smoothed)):
             rows[name].append(100 * float((pred[inside] == y[inside]).double().mean()))
-    note = "Validation accuracy of the probe for nodes of few and of many neighbours."
+    note = (
+        "Validation accuracy of the probe for nodes of few and of many neighbours; smoothed: "
+        "features averaged over neighbours, without training."
+    )
     return [*charts, bars("Accuracy by degree", note, "percent", names, rows)]

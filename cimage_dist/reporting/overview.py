@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from cimage_dist.config import Config, fingerprint, run_dir
-from cimage_dist.config_loading import known_keys, to_yaml
+from cimage_dist.config_loading import accepted_values, known_keys, to_yaml
 from cimage_dist.io import artifacts, environment
 
 
 def show_keys(is_printed: bool) -> list[dict[str, Any]]:
-    """Every config key with default and meaning."""
+    """Every config key with default, accepted values and meaning; one line each in a pipe."""
     rows: list[dict[str, Any]] = []
-    for key, item, about in known_keys():
-        default = item.default
-        if default is dataclasses.MISSING and callable(item.default_factory):
-            default = item.default_factory()
-        rows.append({"key": key, "default": default, "type": str(item.type), "meaning": about})
-    if is_printed:
+    for (key, item, about), (_, values) in zip(known_keys(), accepted_values(), strict=True):
+        default = (
+            item.default_factory()
+            if item.default is dataclasses.MISSING and callable(item.default_factory)
+            else item.default
+        )
+        rows.append(
+            {"key": key, "default": default, "type": str(item.type)}
+            | {"accepted": values, "meaning": about}
+        )
+    if not is_printed:
+        return rows
+    names = ("key", "default", "accepted", "meaning")
+    cells = [[row["key"], _yaml(row["default"]), row["accepted"], row["meaning"]] for row in rows]
+    if sys.stdout.isatty():
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table("key", "default", "meaning", box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(row["key"], str(row["default"]), row["meaning"])
+        table = Table(*names, box=None, pad_edge=False)
+        for row in cells:
+            table.add_row(*map(escape, row))
         Console().print(table)
+    else:
+        widths = [max(len(row[i]) for row in [*cells, names]) for i in range(3)] + [0]
+        for row in [list(names), *cells]:
+            line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+            print(line.rstrip())
     return rows
+
+
+def _yaml(value: Any) -> str:
+    """A value as it is written in a setting."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:

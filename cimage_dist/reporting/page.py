@@ -9,15 +9,29 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from cimage_dist import __version__
 from cimage_dist.io import artifacts
 from cimage_dist.reporting.charts import Chart, drawn
 from cimage_dist.reporting.figures import COLOURS, config, variables
+
+PAPER = "https://doi.org/10.1145/3701551.3703515"
+# Before and after a map: what moves it, and where the picked node is described.
+_FINDER = (
+    '<form class="find"><label>find a node by its id <input type="search" name="id"></label>'
+    '<button type="button" data-zoom="2" aria-label="zoom in">+</button>'
+    '<button type="button" data-zoom="0.5" aria-label="zoom out">&minus;</button>'
+    '<button type="button" data-zoom="0">whole map</button></form>',
+    '<div class="picked note" aria-live="polite"></div>',
+)
 
 
 def section(title: str, note: str, charts: Sequence[Chart]) -> dict[str, Any]:
@@ -31,14 +45,22 @@ def write_page(
     verdict: Sequence[str],
     facts: Sequence[tuple[str, str]],
     sections: Sequence[dict[str, Any]],
+    introduction: str = "",
+    glossary: Mapping[str, str] | None = None,
 ) -> None:
-    """`verdict`: what a reader should know first; `facts`: (value, what it is)."""
+    """`verdict`: what a reader should know first; `facts`: (value, what it is); `glossary`: words
+    of the page and what they mean.
+    """
     shown = [part for part in sections if part["charts"]]
     plots = [chart for part in shown for chart in part["charts"] if chart["kind"] != "table"]
     data = {
         "themes": {scheme: config(scheme) for scheme in COLOURS},
         "charts": [
-            {"spec": drawn(chart), "choices": [options for _, options in chart["choices"]]}
+            {
+                "spec": drawn(chart),
+                "choices": [options for _, options in chart["choices"]],
+                "near": chart.get("near"),
+            }
             for chart in plots
         ],
     }
@@ -49,6 +71,8 @@ def write_page(
         "DARK": variables("dark"),
         "TITLE": escape(title),
         "ABOUT": escape(about),
+        "INTRODUCTION": _tag("p", introduction, 'id="introduction"') + _glossary(glossary or {}),
+        "FOOTER": _footer(),
         "VERDICT": _wrapped("ul", 'id="verdict"', [_tag("li", text) for text in verdict]),
         "FACTS": "".join(
             f"<div>{_tag('b', value)}{_tag('span', what)}</div>" for value, what in facts
@@ -83,6 +107,24 @@ def _wrapped(name: str, attributes: str, parts: Sequence[str]) -> str:
     return f"<{name} {attributes}>{''.join(parts)}</{name}>" if parts else ""
 
 
+def _glossary(words: Mapping[str, str]) -> str:
+    terms = [_tag("dt", word) + _tag("dd", meaning) for word, meaning in words.items()]
+    opened = '<details id="glossary"><summary>Words on this page</summary>'
+    return f"{opened}<dl>{''.join(terms)}</dl></details>" if terms else ""
+
+
+def _footer() -> str:
+    """When and by what the page was made, with links to the project and the paper."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    links = {"the paper": PAPER}
+    with suppress(PackageNotFoundError):
+        for text in metadata("cimage-dist").get_all("Project-URL") or []:
+            name, _, url = text.partition(", ")
+            links = {name.lower(): url} | links
+    shown = "".join(f' · <a href="{escape(url)}">{escape(name)}</a>' for name, url in links.items())
+    return f"Made on {today} by cimage-dist {__version__}{shown}"
+
+
 def _section(number: int, part: dict[str, Any], numbers: dict[int, str]) -> str:
     cards = "".join(_card(chart, numbers.get(id(chart), "")) for chart in part["charts"])
     words = _tag("h2", part["title"]) + _tag("p", part["note"], 'class="note"')
@@ -93,12 +135,16 @@ def _card(chart: Chart, number: str) -> str:
     kind = f'class="card{" wide" if chart["is_wide"] else ""}" data-kind="{chart["kind"]}"'
     words = f"<h3>{escape(chart['title'])}</h3>" + _tag("p", chart["note"], 'class="note"')
     if chart["kind"] == "table":
-        return f"<figure {kind}>{words}{_table(chart)}</figure>"
+        notes = _wrapped("ul", 'class="note"', [_tag("li", text) for text in chart["footnotes"]])
+        below = notes and f'<details class="more"><summary>What this is</summary>{notes}</details>'
+        return f"<figure {kind}>{words}{_table(chart)}{below}</figure>"
     choices = "".join(
         _choice(f"c{number}-{i}", label, list(options))
         for i, (label, options) in enumerate(chart["choices"])
     )
-    return f'<figure {kind} data-chart="{number}">{words}{choices}<div class="plot"></div></figure>'
+    before, after = _FINDER if chart.get("near") else ("", "")
+    plot = f'{choices}{before}<div class="plot"></div>{after}'
+    return f'<figure {kind} data-chart="{number}">{words}{plot}</figure>'
 
 
 def _choice(name: str, label: str, options: Sequence[str]) -> str:
@@ -112,18 +158,27 @@ def _choice(name: str, label: str, options: Sequence[str]) -> str:
 
 
 def _table(chart: Chart) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in chart["columns"])
-    rows = "".join(f"<tr>{_cells(row, chart['bold'])}</tr>" for row in chart["data"])
+    """On a narrow screen a table of many columns becomes a list, whose cells name their column."""
+    columns = chart["columns"]
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    bold = [*chart["bold"], *[()] * (len(chart["data"]) - len(chart["bold"]))]
+    is_many = len(columns) > 3
+    rows = "".join(
+        f"<tr>{_cells(row, marks, columns if is_many else None)}</tr>"
+        for row, marks in zip(chart["data"], bold, strict=True)
+    )
     name = escape(chart["title"] or "table")
+    many = ' class="many"' if is_many else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<table{many}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
-def _cells(row: Sequence[str], bold: int | None) -> str:
-    marks = ['class="bold"' if i == bold else "" for i in range(len(row))]
-    return "".join(
-        f"<td{mark and ' '}{mark}>{escape(text)}</td>"
-        for text, mark in zip(row, marks, strict=True)
-    )
+def _cells(row: Sequence[str], bold: Collection[int], names: Sequence[str] | None) -> str:
+    cells = []
+    for i, text in enumerate(row):
+        mark = ' class="bold"' if i in bold else ""
+        label = f' data-label="{escape(names[i])}"' if names and i else ""
+        cells.append(f"<td{mark}{label}>{escape(text)}</td>")
+    return "".join(cells)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.config import Config
-from cimage_dist.config_loading import load_config
+from cimage_dist.config_loading import changed_settings, load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
@@ -23,16 +24,20 @@ from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.rows import open_rows
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.evaluation import evaluate_run
+from cimage_dist.pipeline.neighbors import nearest
 from cimage_dist.pseudo.kmeans import kmeans
 from cimage_dist.reporting import insight
 from cimage_dist.reporting.charts import Chart, bars, table
 from cimage_dist.reporting.page import section, write_page
-from cimage_dist.reporting.terminal import changed_settings, footnotes, score_table
+from cimage_dist.reporting.terminal import footnotes, score_table, winners
 from cimage_dist.reporting.training import cost_charts, loss_charts, of_kind, partition_charts
+from cimage_dist.reporting.words import GLOSSARY, introduction
 from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 
 Note = Callable[[str], None]
 _HSIC_ROWS = 2_000
+_NEAR = 8  # neighbours shown of a node
 _ON_DISK = (
     200_000  # nodes up to which the whole embedding is clustered; beyond, the shown sample is
 )
@@ -48,9 +53,12 @@ class _Run:
                 f"No finished run in {folder}. Run `cimage pretrain` with the same config first."
             )
         cfg = load_config(self.dir.config)
-        self.cfg = dataclasses.replace(
-            cfg, run=dataclasses.replace(cfg.run, dir=str(folder))
-        )  # it may have been moved
+        # It may have been moved.
+        cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(folder)))
+        if self.dir.graph.is_dir():
+            data = dataclasses.replace(cfg.data, path=str(self.dir.graph))
+            cfg = dataclasses.replace(cfg, data=data)
+        self.cfg = cfg
         self.summary = artifacts.read_json(self.dir.summary, "the run's summary")
         self.env = artifacts.read_json(self.dir.environment, "the run's environment record")
         self.scores: dict[str, Any] | None = (
@@ -63,6 +71,26 @@ class _Run:
         self.chosen = (
             best["step"] if self.cfg.train.select == "val" and best else self.summary["steps"]
         )
+
+
+def report(folder: str | Path, points: int = 2_000, note: Note = lambda text: None) -> Path:
+    """Write report.html into the folder of a run, which is scored first where it was not; returns
+    its path.
+    """
+    score_run(Path(folder), note)
+    return write_run_page(Path(folder), points, note)[0]
+
+
+def score_run(folder: Path, note: Note) -> None:
+    """Evaluate a finished run that has no scores yet; where that cannot be done, say why."""
+    run = RunDir(folder)
+    if not run.summary.is_file() or run.evaluation.is_file():
+        return
+    cfg = _Run(folder).cfg
+    try:
+        evaluate_run(cfg, note=note)
+    except UserError as error:
+        note(f"there are no scores: {error}")
 
 
 def write_run_page(
@@ -113,6 +141,8 @@ def write_run_page(
         verdict(run.scores, run.records, dependence),
         _facts(run),
         sections,
+        introduction(env["graph"]["name"]),
+        GLOSSARY,
     )
     return path, [chart for part in sections for chart in part["charts"]]
 
@@ -224,10 +254,12 @@ def _score_charts(run: _Run) -> list[Chart]:
     charts = [
         table(
             "Scores in percent",
-            "; ".join(footnotes(run.scores)) + ".",
+            "Higher is better; the best of each row is bold. CIMAGE is the embedding of this run, "
+            "the others need no training.",
             columns,
             rows,
-            bold=len(columns) - 1,
+            [winners(row) for row in rows],
+            footnotes(run.scores),
         )
     ]
     few = run.scores.get("few_labels") or {}
@@ -326,20 +358,23 @@ def _embedding_charts(
     clusters = labels if whole is None else labels[gids]
     split, _ = stages.node_split_or_reason(graph, cfg)
     known = None if y is None or split is None else (split.train | split.val) & (y >= 0)
-    charts = [
-        insight.map_chart(
-            shown,
-            gids,
-            topology.degrees()[gids],
-            clusters,
-            kept["confidence"] if kept else None,
-            kept["labels"] if kept else None,
-            y,
-            known,
-            cfg.run.seed,
-            graph.ids,
-        )
-    ]
+    if whole is None:  # neighbours among the dots: those among all nodes would take too long
+        near, cosines = nearest(shown.numpy(), np.arange(len(shown)), _NEAR)
+        near, near_note = gids.numpy()[near], " among the dots"
+    else:
+        near, cosines = nearest(rows, gids.numpy(), _NEAR)
+        near_note = ""
+    nodes = insight.Shown(
+        gids,
+        shown,
+        clusters,
+        near,
+        cosines,
+        kept["labels"] if kept else None,
+        kept["confidence"] if kept else None,
+        known,
+    )
+    charts = [insight.map_chart(graph, topology.degrees(), nodes, cfg.run.seed, near_note)]
     if (
         whole is not None
         and split is not None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.config import Config
-from cimage_dist.config_loading import known_keys, load_config
+from cimage_dist.config_loading import changed_settings, load_config
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir, read_metrics
@@ -61,6 +61,12 @@ def _cell(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"
+
+
+def winners(row: Sequence[str]) -> set[int]:
+    """Columns of the highest score of a row of `score_table`, where there is something to win."""
+    values = {i: float(text.split()[0]) for i, text in enumerate(row) if i and text != "-"}
+    return {i for i, value in values.items() if value == max(values.values()) and len(values) > 1}
 
 
 def about_controls(controls: dict[str, dict[str, Any]]) -> str:
@@ -134,6 +140,7 @@ def footnotes(result: dict[str, Any]) -> list[str]:
 def print_scores(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     columns, rows = score_table(result)
     table = Table(title="scores in percent", title_justify="left")
@@ -141,10 +148,10 @@ def print_scores(result: dict[str, Any]) -> None:
         table.add_column(
             name,
             justify="left" if i == 0 else "right",
-            style="bold" if i == len(columns) - 1 else None,
         )
     for row in rows:
-        table.add_row(*row)
+        best = winners(row)
+        table.add_row(*[Text(cell, "bold" if i in best else "") for i, cell in enumerate(row)])
     console = Console()
     console.print(table)
     for note in footnotes(result):
@@ -252,16 +259,3 @@ def write_report(run: RunDir) -> Path:
     ]
     artifacts.write_text(run.report, "\n".join(lines))
     return run.report
-
-
-def changed_settings(cfg: Config) -> list[list[str]]:
-    """[key, value, default] of every setting that is not the default."""
-    defaults = Config()
-    rows = []
-    for key, _, _ in known_keys():
-        now, usual = cfg, defaults
-        for part in key.split("."):
-            now, usual = getattr(now, part), getattr(usual, part)
-        if now != usual:
-            rows.append([key, str(now), str(usual)])
-    return rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -84,6 +85,13 @@ class Meter:
         self._saved = time.perf_counter()
 
 
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
 def _short(metrics: dict[str, float]) -> dict[str, str]:
     return {name: f"{value:.4g}" for name, value in metrics.items()}
 
@@ -106,13 +114,15 @@ class Progress:
         if stage != self._stage:
             self.close()
             self._stage, self._begin = stage, None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() or in_notebook():
             self._update_bar(step, total, metrics)
         else:
             self._update_lines(step, total, metrics)
 
     def _update_bar(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        from tqdm import tqdm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a notebook without ipywidgets has the bar of letters
+            from tqdm.auto import tqdm
 
         if self._bar is None:
             self._bar = tqdm(

@@ -211,8 +211,8 @@ CONFIG: list[tuple[str, str | None, list[str], list[str]]] = [
     (
         "name of a built-in for one's own",
         None,
-        ["pretrain", "data.path=."],
-        ["data.path", "'digits'", "data.name=mygraph"],
+        ["pretrain", "data.path=.", "data.name=cora"],
+        ["data.path", "'cora'", "data.name=mygraph"],
     ),
 ]
 

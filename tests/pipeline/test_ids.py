@@ -8,13 +8,15 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io.rows import load_rows
 from cimage_dist.pipeline import stages
-from cimage_dist.reporting.insight import map_chart
+from cimage_dist.reporting.insight import Shown, map_chart
 from cimage_dist.train.progress import Progress
 from tests.test_api import TINY
 
@@ -32,9 +34,7 @@ def test_outputs_carry_the_ids(tmp_path: Path) -> None:
     cfg = load_config(overrides=["data.name=mine", *places, *TINY])
     stages.pretrain(cfg, Progress(quiet=True))
 
-    notes: list[str] = []
-    stages.embed(cfg, note=notes.append)
-    assert any("--parquet" in text for text in notes)
+    stages.embed(cfg)
     whole = stages.embed(cfg, parquet=True)
     graph = open_graph(cfg.data)
     assert graph.ids is not None
@@ -54,13 +54,24 @@ def test_outputs_carry_the_ids(tmp_path: Path) -> None:
         stages.embed(cfg, nodes=tmp_path / "some.txt")
 
 
-def test_the_map_shows_ids() -> None:
-    import pyarrow as pa
-    import torch
-
-    from cimage_dist.data.ids import NodeIds
-
-    ids = NodeIds(pa.array(["ann", "bob", "cat", "dan"]))
-    rows, numbers = torch.randn(3, 4), torch.tensor([1, 2, 3])
-    chart = map_chart(rows, numbers, numbers, numbers, None, None, None, None, 0, ids)
-    assert "node dan" in str(chart) and "node 3" not in str(chart)
+def test_the_map_shows_ids_and_class_names() -> None:
+    edges = pd.DataFrame({"source": ["ann", "bob", "cat"], "target": ["bob", "cat", "dan"]})
+    y = pd.Series([1, 0, 1, 0], index=["ann", "bob", "cat", "dan"])
+    graph = Graph.from_edges(edges, y=y)
+    graph.manifest["notes"] = {"class_names": ["staff", "guest"]}
+    rows = torch.tensor([1, 2, 3])
+    shown = Shown(
+        rows,
+        torch.randn(3, 4),
+        torch.tensor([0, 1, 0]),
+        np.array([[0], [1], [2]]),
+        np.ones((3, 1), np.float32),
+        known=torch.tensor([True, True, False, True]),
+    )
+    chart = map_chart(graph, graph.topology().degrees(), shown, 0)
+    assert [row["id"] for row in chart["data"]] == ["bob", "cat", "dan"]
+    assert [row["label"] for row in chart["data"]] == ["staff", None, "staff"]
+    assert "node dan" in chart["data"][2]["about"] and "label staff" in chart["data"][2]["about"]
+    near = chart["near"]
+    found = [[near["names"][i] for i in places] for places in near["rows"]]
+    assert found == [["ann"], ["bob"], ["cat"]]

@@ -6,6 +6,7 @@ import html
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,11 @@ def test_everything_is_on_the_page(page):
 
 def test_the_page_needs_no_network(page):
     text = page[0].read_text().partition("<script>")[0]
-    assert not re.search(r"https?://", text), "what the script does is looked at in a browser"
+    linked = re.findall(r'<a href="(https?://[^"]+)"', text)
+    assert len(re.findall(r"https?://", text)) == len(linked), (
+        "links for the reader only; what the script does is looked at in a browser"
+    )
+    assert any("doi.org" in url for url in linked)
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", text)
 
 
@@ -84,7 +89,7 @@ def test_labels_of_test_nodes_are_not_on_the_map(page, store_dir, finished_run):
     chart = next(c for c in page[1] if c["kind"] == "scatter")
     gids = [int(re.findall(r"node (\d+)", row["about"])[0]) for row in chart["data"]]
     test = np.load(finished_run / "splits" / "node_test.npy")
-    hidden = [row["label"] < 0 for row in chart["data"]]
+    hidden = [row["label"] is None for row in chart["data"]]
     assert any(hidden) and not all(hidden)
     assert hidden == [bool(test[g]) for g in gids]
 
@@ -228,6 +233,98 @@ def test_the_map_answers_to_its_buttons(page, browser):
     saved = Path(download.value.path()).read_text()
     assert saved.startswith("<svg") and "var(--" not in saved and "#0f766e" in saved
     tab.close()
+
+
+def test_a_node_is_found_by_its_id(page, browser):
+    """Search, neighbours, zoom and click, on a map of fewer dots than nodes."""
+    chart = next(c for c in page[1] if c["kind"] == "scatter")
+    near, first = chart["near"], chart["data"][3]
+    tab = browser.new_page()
+    said: list[str] = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.goto(page[0].as_uri())
+    tab.wait_for_selector("body[data-ready]")
+    card = tab.locator("figure[data-kind=scatter]")
+    box, panel = card.locator("input[type=search]"), card.locator(".picked")
+
+    def search(text: str) -> None:
+        box.fill(text)
+        box.press("Enter")
+
+    search(first["id"])
+    assert panel.locator("b").inner_text().startswith(f"node {first['id']}, degree")
+    assert panel.locator("li").count() == len(near["rows"][3]) == 8
+    nearest = near["names"][near["rows"][3][0]]
+    assert panel.locator("li").first.inner_text().startswith(nearest)
+    shown = sum(place < len(chart["data"]) for place in near["rows"][3])
+    tab.wait_for_function(
+        "n => document.querySelectorAll(\"svg path[stroke='#ea580c']\").length === n", arg=shown + 1
+    )
+    dots = card.locator("svg .mark-symbol.role-mark path")
+
+    def places() -> list[str]:
+        found: list[str] = dots.evaluate_all("nodes => nodes.map(n => n.getAttribute('transform'))")
+        return found
+
+    def wait_for(is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not is_true():
+            assert time.monotonic() < deadline
+            tab.wait_for_timeout(50)
+
+    start = places()
+    card.get_by_label("zoom in").click()
+    wait_for(lambda: places() != start)
+    card.get_by_text("whole map").click()
+    wait_for(lambda: places() == start)
+    search("no such node")
+    assert "cimage neighbors --id" in panel.inner_text()
+    dots.nth(5).click(force=True)
+    wait_for(lambda: panel.locator("li").count() == 8)
+    assert said == []
+    tab.close()
+
+
+def test_neighbours_are_those_of_the_embedding(page, finished_run):
+    import numpy as np
+
+    from cimage_dist.io.rows import load_rows
+
+    chart = next(c for c in page[1] if c["kind"] == "scatter")
+    z = load_rows(finished_run / "embeddings")
+    z = z / np.linalg.norm(z, axis=1, keepdims=True)
+    near = chart["near"]
+    for place in (0, 100, 199):
+        node = int(chart["data"][place]["id"])
+        cosine = z @ z[node]
+        cosine[node] = -2
+        found = [int(near["names"][i]) for i in near["rows"][place]]
+        np.testing.assert_allclose(cosine[found], np.sort(cosine)[::-1][:8], atol=1e-5)
+        np.testing.assert_allclose(near["cosines"][place], cosine[found], atol=1e-3)
+
+
+def test_the_winner_is_bold_and_methods_keep_their_colour(page):
+    scores = next(c for c in page[1] if c["title"] == "Scores in percent")
+    for row, bold in zip(scores["data"], scores["bold"], strict=True):
+        values = {i: float(text.split()[0]) for i, text in enumerate(row) if i and text != "-"}
+        assert bold == {i for i in values if values[i] == max(values.values())} or len(values) == 1
+    text = page[0].read_text()
+    assert 'class="bold" data-label=' in text
+    domains = [
+        c["spec"]["layer"][0]["encoding"]["color"]["scale"]["domain"]
+        for c in page[1]
+        if c["title"] in ("Few labels", "Accuracy by degree")
+    ]
+    assert len(domains) == 2 and domains[0] == domains[1]
+
+
+def test_the_page_explains_itself(page):
+    text = page[0].read_text().partition("<script")[0]
+    assert "row of numbers, its embedding" in text
+    for word in ("Control", "Probe", "HSIC", "Factor, F1, F2"):
+        assert f"<dt>{word}</dt>" in text
+    assert re.search(r"Made on \d{4}-\d\d-\d\d by cimage-dist \d", text)
 
 
 def test_charts_follow_the_colours_of_the_system(page, browser):
