@@ -43,6 +43,7 @@ class Pretrainer:
         """Train on a Graph or a torch_geometric Data; returns self."""
         graph = as_graph(graph, self.cfg.data)
         sink = MemorySink(Progress(quiet=not self.progress))
+        stages.announce(self.cfg, graph, sink.progress)
         try:
             trainer = stages.train(self.cfg, Comm(), sink, graph)
         finally:

@@ -25,14 +25,19 @@ def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology,
     """The topology that message passing, positives and embeddings use, and the held-out edges when
     there are any.
 
-    With data.holdout_edges=link no validation or test edge is in that topology, in either direction
-    (§2.3).
+    With data.holdout_edges=link (or auto, see `settled`) no validation or test edge is in that
+    topology, in either direction (§2.3).
     """
-    topology = graph.topology()
+    topology, data = graph.topology(), settled(data, graph)
     if data.holdout_edges == "none":
         return topology, None
     split = link_split(topology, data, seed)
     return split.train, split
+
+
+def settled(data: DataConfig, graph: Graph) -> DataConfig:
+    """The data settings with what holdout_edges=auto stands for on this graph."""
+    return data.settled(graph.num_classes > 0, graph.num_edges // 2)
 
 
 def node_split(graph: Graph, data: DataConfig, seed: int) -> NodeSplit:

@@ -219,6 +219,7 @@ def _small(cfg: Config, num_clusters: int) -> Config:
         ),
         train=replace(
             cfg.train,
+            steps=None,
             epochs=_STEPS * cfg.train.accumulate,
             batch_edges=2**31,
             validate_every=0,

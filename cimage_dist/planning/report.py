@@ -53,7 +53,7 @@ def _size_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "steps",
             f"{steps['total_steps']:,} of {steps['batches_per_step']:,} batches each; "
-            f"{steps['batches_per_epoch']:,} batches per epoch",
+            f"{steps['batches_per_epoch']:,} batches per epoch, {steps['passes']:,g} epochs in all",
         ),
         (
             "mini-batch",

@@ -112,6 +112,7 @@ def graph_size(data: DataConfig) -> GraphSize:
 
 def training_edges(size: GraphSize, data: DataConfig) -> int:
     """Directed edges that training sees: all, or what the link split leaves."""
+    data = data.settled(size.classes > 0, size.edges // 2)
     if data.holdout_edges == "none":
         return size.edges
     undirected = size.edges // 2

@@ -115,7 +115,7 @@ class Plan:
             return False
         trained = (
             sum(o.epochs for o in self.ledger.outcomes.values())
-            + len(self.ledger.unfinished("search")) * self.sweep.base.train.epochs
+            + len(self.ledger.unfinished("search")) * self.sweep.base.epochs
         )
         return trained >= settings.epochs
 
@@ -172,7 +172,7 @@ _CHOOSE, _VARY = 3, 4  # streams of the search's seed
 
 def generations(sweep: Sweep) -> list[int]:
     """Epochs at which each generation ends."""
-    total = sweep.base.train.epochs
+    total = sweep.base.epochs
     every = sweep.settings.interval_epochs or math.ceil(total / 5)
     return [*range(every, total, every), total]
 
