@@ -32,6 +32,7 @@ from cimage_dist.config.training import (
 from cimage_dist.errors import UserError
 
 __all__ = [
+    "SAMPLED_STEPS",
     "CIConfig",
     "ClusterConfig",
     "Config",

@@ -10,7 +10,7 @@ from cimage_dist.config.fields import need, opt, section
 
 VAL_RATIO, TEST_RATIO = 0.05, 0.10  # of the edges, as usual in link prediction
 SMALL_VAL_RATIO, SMALL_TEST_RATIO = 0.02, 0.03  # where links are only there to judge by
-_LEAST_EDGES, _MOST_EDGES = 500, 20_000_000  # undirected, of which holdout_edges=auto keeps some
+_LEAST_EDGES, _MOST_EDGES = 2000, 20_000_000  # undirected, of which holdout_edges=auto keeps some
 
 
 @dataclass
@@ -98,7 +98,7 @@ class DataConfig:
         """With what holdout_edges=auto stands for on a graph of `num_edges` undirected edges.
 
         Where no node has a label, held-out edges are all there is to judge by. Graphs too small
-        to hold out a few tens, or so large that the copy of the training edges costs gigabytes in
+        to hold out some tens, or so large that the copy of the training edges costs gigabytes in
         every worker, keep all edges.
         """
         if self.holdout_edges != "auto":

@@ -11,7 +11,7 @@ from cimage_dist.config.fields import need, opt
 # How long a run is that says nothing of it. A pass over the whole graph is one step, a sampled one
 # may be ten thousand, so the default of sampled runs counts steps.
 EPOCHS = 30
-SAMPLED_STEPS = 200
+SAMPLED_STEPS = 100
 
 
 @dataclass
