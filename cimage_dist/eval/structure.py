@@ -1,5 +1,5 @@
 """Scores of an embedding that need no label: do its clusters hold, does it use its width, and are
-a node's nearest rows its neighbours (§9.7).
+a node's nearest rows its neighbours (§9.8).
 
 Shapes: N nodes, D columns. All on unit rows; samples are keyed, the same for every embedding.
 """
