@@ -32,7 +32,8 @@ class Pretrainer:
 
     `Pretrainer(cfg).fit(graph)` trains in this process and keeps everything in memory; `save`
     writes what `load` reads. Learned attributes: `model_`, `history_` (metric records),
-    `ci_scores_` (None without a factor loss), `step_` (the checkpoint in use).
+    `ci_scores_` (None without a factor loss), `step_` (the checkpoint in use), `graph_`
+    (fingerprint of the graph).
     """
 
     def __init__(self, cfg: Config | None = None, progress: bool = False) -> None:
@@ -48,6 +49,7 @@ class Pretrainer:
             trainer = stages.train(self.cfg, Comm(), sink, graph)
         finally:
             sink.progress.close()
+        self.graph_ = graph.fingerprint
         self.model_: CimageModel = trainer.model.eval()
         self.history_ = sink.records
         self.ci_scores_: CIScores | None = trainer.scores
@@ -67,7 +69,10 @@ class Pretrainer:
                 f"The model was trained on {width} features, graph {graph.name!r} has "
                 f"{graph.num_features}."
             )
-        topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
+        if self.cfg.data.holdout_edges == "auto" and graph.fingerprint != self.graph_:
+            topology = graph.topology()  # of another graph nothing needs to be held out
+        else:
+            topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
         return embed_graph(self.model_.encoder, graph.features(), topology)
 
     def save(self, path: str | Path) -> Path:
@@ -75,7 +80,7 @@ class Pretrainer:
         self._check_fitted()
         run = RunDir(path)
         artifacts.write_text(run.config, to_yaml(self.cfg))
-        tensors, meta = checkpoint.pack_model(self.model_), {}
+        tensors, meta = checkpoint.pack_model(self.model_), {"graph": self.graph_}
         if self.ci_scores_ is not None:
             found, meta["scores"] = checkpoint.pack_record("scores", self.ci_scores_)
             tensors |= found
@@ -95,6 +100,7 @@ class Pretrainer:
             )
         self.model_ = model_from_weights(self.cfg, checkpoint.model_weights(saved.tensors))
         self.step_, self.history_, self.ci_scores_ = saved.step, [], None
+        self.graph_ = saved.meta.get("graph")
         if "scores" in saved.meta:
             plain = saved.meta["scores"]
             self.ci_scores_ = checkpoint.unpack_record(CIScores, "scores", saved.tensors, plain)

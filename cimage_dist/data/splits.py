@@ -40,6 +40,15 @@ def settled(data: DataConfig, graph: Graph) -> DataConfig:
     return data.settled(graph.num_classes > 0, graph.num_edges // 2)
 
 
+def num_training_edges(num_edges: int, data: DataConfig) -> int:
+    """Directed edges that `training_graph` leaves of so many, without making the split."""
+    if data.holdout_edges == "none":
+        return num_edges
+    undirected = num_edges // 2
+    held = round(data.link_val_ratio * undirected) + round(data.link_test_ratio * undirected)
+    return 2 * (undirected - held)
+
+
 def node_split(graph: Graph, data: DataConfig, seed: int) -> NodeSplit:
     """The node split that `data.split` asks for; unlabelled nodes are in no mask.
 

@@ -30,7 +30,7 @@ from cimage_dist.config import (
 )
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.splits import node_split, settled, training_graph
+from cimage_dist.data.splits import node_split, num_training_edges, settled, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import make_validator, why_unvalidated
@@ -133,11 +133,15 @@ def changed_training(old: Config, new: Config, graph: Graph) -> list[str]:
     return science_changes(*here)
 
 
+def _edges_and_batches(cfg: Config, graph: Graph) -> tuple[int, int]:
+    """Directed training edges, and batches of a pass over them."""
+    edges = num_training_edges(graph.num_edges, settled(cfg.data, graph))
+    return edges, batches_per_epoch(cfg, graph.num_nodes, edges)
+
+
 def steps_on(cfg: Config, graph: Graph) -> int:
     """Optimiser steps of a run on this graph."""
-    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-    per_epoch = batches_per_epoch(cfg, topology.num_nodes, topology.num_edges)
-    return cfg.total_steps(per_epoch)
+    return cfg.total_steps(_edges_and_batches(cfg, graph)[1])
 
 
 def check_graph(run: RunDir, graph: Graph) -> None:
@@ -293,13 +297,12 @@ def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
 
 def describe_length(cfg: Config, graph: Graph) -> str:
     """ "200 steps, 0.6 passes over 340,000 edges (train.steps)"."""
-    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-    per_epoch = batches_per_epoch(cfg, topology.num_nodes, topology.num_edges)
+    edges, per_epoch = _edges_and_batches(cfg, graph)
     steps, passes = cfg.total_steps(per_epoch), cfg.total_batches(per_epoch) / per_epoch
     given = [key for key in _LENGTH if getattr(cfg.train, key.partition(".")[2]) is not None]
     by = " and ".join(given) or f"the default of {'sampled' if cfg.steps else 'whole-graph'} runs"
     over = "masks of" if not cfg.sampler.fanouts else "passes over"
-    return f"{steps:,} steps, {passes:.3g} {over} {topology.num_edges // 2:,} edges (by {by})"
+    return f"{steps:,} steps, {passes:.3g} {over} {edges // 2:,} edges (by {by})"
 
 
 def _describe_holdout(graph: Graph, data: DataConfig) -> str:

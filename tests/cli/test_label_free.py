@@ -96,14 +96,23 @@ def test_scores_of_a_file_leave_links_out(cli: Cli, folder: Path, tmp_path: Path
     assert scores["shape"]["rank"] > 4 and scores["cluster"]["stability"] is not None
 
 
-def test_the_same_from_python(arrays: dict[str, np.ndarray]) -> None:
+def test_the_same_from_python(arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
     graph = Graph.from_edges(arrays["edges"].T, arrays["features"])
     cfg = load_config(overrides=SMALL)
-    z = Pretrainer(cfg).fit(graph).embed(graph)
+    model = Pretrainer(cfg).fit(graph)
+    z = model.embed(graph)
     scores = evaluate(z, graph, cfg)
     assert scores["node"] is None and scores["link"]["auc"] > 60 and "honest" in scores["link_note"]
     assert scores["shape"]["width"] == 12 and "stability" in scores["cluster"]
     assert evaluate(z, graph, cfg, tasks=["cluster"])["link"] is None
+    again = Pretrainer.load(model.save(tmp_path / "model"))
+    torch.testing.assert_close(again.embed(graph), z, rtol=0, atol=0)
+    # Of another graph nothing is held out: embedded with every edge.
+    doubled = np.concatenate([arrays["edges"], arrays["edges"] + 240]).T
+    other = Graph.from_edges(doubled, np.concatenate([arrays["features"]] * 2))
+    whole = replace(cfg, data=replace(cfg.data, holdout_edges="none"))
+    model.cfg, found = whole, model.embed(other)
+    torch.testing.assert_close(again.embed(other), found, rtol=0, atol=0)
 
 
 def test_held_out_edges_are_in_no_direction_of_the_training_graph(arrays) -> None:
