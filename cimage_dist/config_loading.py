@@ -123,6 +123,8 @@ def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
         except OmegaConfBaseException as error:
             key = getattr(error, "full_key", None) or "a value"
             message = str(getattr(error, "msg", None) or error).split("\n")[0]
+            if "is not a ListConfig" in message:
+                message = f"a list is written in brackets, e.g. {key}=[10,10]"
             raise UserError(f"{key} in {where}: {message.rstrip('.')}.") from None
         except (
             TypeError,

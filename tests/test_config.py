@@ -134,6 +134,8 @@ def test_every_key_is_explained_and_read_somewhere():
         ("data.train_ratio=0.95", ["data.train_ratio"]),
         ("run.seed=-1", ["run.seed"]),
         ("sampler.fanouts=[10,0]", ["sampler.fanouts"]),
+        ("sampler.fanouts=10,10", ["sampler.fanouts=[10,10]", "brackets"]),
+        ("sampler.fanouts=10", ["sampler.fanouts=[10,10]", "brackets"]),
         ("nonsense", ["nonsense", "key=value"]),
         ("train.epochs=[1", ["train.epochs"]),
     ],
