@@ -101,6 +101,7 @@ class Pretrainer:
             return self._fit_on_ray(graph, progress)
         cfg = replace(self.cfg, data=self._data_of(graph))
         sink = MemorySink(progress)
+        stages.announce(self.cfg, graph, progress)
         began = time.perf_counter()
         try:
             trainer = stages.train(self.cfg, Comm(), sink, graph)
@@ -110,8 +111,9 @@ class Pretrainer:
         if sink.best is not None and cfg.train.select == "val":
             best = Checkpoint(_NOWHERE, *sink.best)
         self.history_ = sink.records
-        edges = trainer.topology.num_edges, graph.num_edges
-        self.summary_ = stages.summary_of(cfg, last, edges, 0, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        edges = trainer.topology.num_edges
+        self.summary_ = stages.summary_of(cfg, last, graph, edges, 0, seconds, sink.records)
         self._graph, self._labels = _facts(graph), sink.stored.get("pseudo-labels")
         return self._use(cfg, last, best)
 
@@ -168,7 +170,10 @@ class Pretrainer:
                 f"The model was trained on {width} features, graph {graph.name!r} has "
                 f"{graph.num_features}."
             )
-        topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
+        if self.cfg.data.holdout_edges == "auto" and graph.fingerprint != self._graph["fingerprint"]:
+            topology = graph.topology()  # of another graph nothing needs to be held out
+        else:
+            topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
         return embed_graph(self.model_.encoder, graph.features(), topology)
 
     def transform(self, graph: Any) -> NDArray[np.float32]:

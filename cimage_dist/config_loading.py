@@ -193,6 +193,8 @@ def _merged(merged: Any, layers: Sequence[tuple[str, Any]]) -> Config:
         except OmegaConfBaseException as error:
             key = getattr(error, "full_key", None) or "a value"
             message = str(getattr(error, "msg", None) or error).split("\n")[0]
+            if "is not a ListConfig" in message:
+                message = f"a list is written in brackets, e.g. {key}=[10,10]"
             raise UserError(f"{key} in {where}: {message.rstrip('.')}.") from None
         except (
             TypeError,

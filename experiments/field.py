@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 methods,
                 args.seeds,
                 args.jobs,
-                Progress(quiet=False, lines=4),
+                Progress(quiet=False),
             )
     except UserError as error:
         print(f"experiments: {error}", file=sys.stderr)

@@ -40,6 +40,7 @@ IDLE = {
     "cluster.restarts",
     "cluster.bank_size",
     "ci.diagnose_every",
+    "train.steps",  # train.epochs says how long
     "optim.schedule_epochs",  # set by sweeps of a population alone
 }
 

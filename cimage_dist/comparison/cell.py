@@ -210,4 +210,4 @@ def _without_main() -> Iterator[None]:
 
 
 def in_this_process(cell: Cell, quiet: bool, stage: str) -> Result:
-    return run_cell(cell, Progress(quiet, lines=4), stage)
+    return run_cell(cell, Progress(quiet), stage)

@@ -10,14 +10,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cimage_dist.config.data import DataConfig, SbmConfig
 from cimage_dist.config.fields import need, opt, section
 from cimage_dist.config.model import LossConfig, MaskConfig, ModelConfig
 from cimage_dist.config.resources import ResourcesConfig, RunConfig
 from cimage_dist.config.training import (
+    EPOCHS,
+    SAMPLED_STEPS,
     CIConfig,
     ClusterConfig,
     EvalConfig,
@@ -25,8 +29,10 @@ from cimage_dist.config.training import (
     SamplerConfig,
     TrainConfig,
 )
+from cimage_dist.errors import UserError
 
 __all__ = [
+    "SAMPLED_STEPS",
     "CIConfig",
     "ClusterConfig",
     "Config",
@@ -41,6 +47,7 @@ __all__ = [
     "SamplerConfig",
     "SbmConfig",
     "TrainConfig",
+    "choices",
     "describe_encoder",
     "describe_objective",
     "fingerprint",
@@ -67,18 +74,38 @@ def describe_objective(cfg: Config) -> str:
     return " + ".join(shown)
 
 
-def describe_encoder(asked: ModelConfig, used: ModelConfig) -> str:
-    """The encoder in words; `used` has what the graph led to where `asked` left it open."""
+def describe_encoder(asked: ModelConfig, used: ModelConfig, hops: int = 0) -> str:
+    """The encoder in words; `used` has what the graph led to where `asked` left it open. `hops`:
+    the sampled ones.
+    """
     width = f"width {used.num_factors * used.factor_dim}"
     layers = f"{used.num_layers} {used.propagation} layers"
     teleport = f"teleport {used.teleport:g}"
     width += "" if asked.factor_dim else " (by the number of features)"
     layers += "" if asked.num_layers else " (by the graph's size and density)"
     teleport += "" if asked.teleport is not None else " (found without labels)"
+    layers += f", trained over {hops} hops (sampler.fanouts)" if 0 < hops < used.num_layers else ""
     return (
         f"{used.num_factors} factors x {used.factor_dim} channels = {width}, {used.init} "
         f"start, {layers}, {teleport}"
     )
+
+
+def choices(asked: ModelConfig, used: ModelConfig) -> dict[str, dict[str, Any]]:
+    """{what: {"value", "by"}}: the encoder's settings that a graph may decide, and who did."""
+
+    def choice(value: float | None, key: str, is_given: bool, otherwise: str) -> dict[str, Any]:
+        return {"value": value, "by": f"model.{key}" if is_given else otherwise}
+
+    width = used.num_factors * used.factor_dim
+    given = asked.teleport is not None
+    return {
+        "width": choice(width, "factor_dim", asked.factor_dim > 0, "the number of features"),
+        "layers": choice(
+            used.num_layers, "num_layers", asked.num_layers > 0, "the graph's size and density"
+        ),
+        "teleport": choice(used.teleport, "teleport", given, "features and edges"),
+    }
 
 
 @dataclass
@@ -105,10 +132,33 @@ class Config:
             target,
         )
 
-    def fanout_mismatch(self) -> str | None:
-        """Why the sampled hops do not fit the layers, or None; 0 layers: the graph decides.
+    @property
+    def epochs(self) -> int:
+        """Passes of the run. Where `steps` ends it earlier, the unit in which a sweep counts."""
+        return self.train.epochs or EPOCHS
 
-        Such a config can be trained, which tests do; plans warn of it and sweeps refuse it.
+    @property
+    def steps(self) -> int | None:
+        """Most optimiser steps of the run; None where `epochs` alone decide."""
+        is_open = self.train.steps is None and self.train.epochs is None
+        return SAMPLED_STEPS if is_open and self.sampler.fanouts else self.train.steps
+
+    def total_batches(self, per_epoch: int) -> int:
+        """Batches of the whole run, where a pass over the graph has `per_epoch` of them."""
+        passes = self.epochs * per_epoch
+        if self.steps is None:
+            return passes
+        most = self.steps * self.train.accumulate
+        return most if self.train.epochs is None else min(most, passes)
+
+    def total_steps(self, per_epoch: int) -> int:
+        return math.ceil(self.total_batches(per_epoch) / self.train.accumulate)
+
+    def fanout_mismatch(self) -> str | None:
+        """Why the sampled hops do not fit the layers, or None; 0 layers: these follow the hops.
+
+        Pretrain, plans and sweeps refuse such a config. GCN layers only average, so they may be
+        trained over fewer hops than they have when they embed.
         """
         hops, model = len(self.sampler.fanouts), self.model
         reach = model.num_layers + (model.tail and model.propagation == "routing")
@@ -124,6 +174,10 @@ class Config:
             f"sampler.fanouts has {hops} hops, but model.num_layers={model.num_layers} and "
             f"model.tail={str(model.tail).lower()} reach {reach}: {effect}. Give {reach} fan-outs."
         )
+
+    def check_fanouts(self) -> None:
+        if mismatch := self.fanout_mismatch():
+            raise UserError(mismatch)
 
     def unshared_work(self) -> str | None:
         """Why more workers would not shorten a step, or None."""
@@ -160,6 +214,12 @@ def fingerprint(cfg: Config) -> str:
             del tree[name][key]
     if not cfg.loss.extra:
         del tree["loss"]["extra"]
+    if cfg.steps is None:  # as before steps could be given
+        tree["train"]["epochs"] = cfg.epochs
+    if cfg.train.steps is None:
+        del tree["train"]["steps"]
+    if cfg.data.holdout_edges == "auto":  # the graph decides: none wherever it has labels
+        tree["data"]["holdout_edges"] = "none"
     labels = cfg.cluster.labels_path
     if labels is not None:
         # The content counts, not its path.

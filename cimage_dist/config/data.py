@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, Optional
 
 from cimage_dist.config.fields import need, opt, section
+
+VAL_RATIO, TEST_RATIO = 0.05, 0.10  # of the edges, as usual in link prediction
+SMALL_VAL_RATIO, SMALL_TEST_RATIO = 0.02, 0.03  # where links are only there to judge by
+_LEAST_EDGES, _MOST_EDGES = 2000, 20_000_000  # undirected, of which holdout_edges=auto keeps some
 
 
 @dataclass
@@ -79,14 +84,33 @@ class DataConfig:
     train_ratio: float = opt(0.1, "training share of a random split")
     val_ratio: float = opt(0.1, "validation share of a random split")
     labels_per_class: int = opt(20, "training nodes per class of a per_class split")
-    holdout_edges: Literal["none", "link"] = opt(
-        "none",
+    holdout_edges: Literal["auto", "none", "link"] = opt(
+        "auto",
         "link: train on 85 % of the edges, keep 5 % and 10 % for validation and test of link "
-        "prediction",
+        "prediction; auto: where no node has a label, keep 2 % and 3 % (unless the two ratios say "
+        "otherwise), else none",
     )
-    link_val_ratio: float = opt(0.05, "share of undirected edges kept for validation")
-    link_test_ratio: float = opt(0.10, "share of undirected edges kept for test")
+    link_val_ratio: float = opt(VAL_RATIO, "share of undirected edges kept for validation")
+    link_test_ratio: float = opt(TEST_RATIO, "share of undirected edges kept for test")
     sbm: SbmConfig = section(SbmConfig, "parameters of the generated graph `sbm`")
+
+    def settled(self, has_labels: bool, num_edges: int) -> DataConfig:
+        """With what holdout_edges=auto stands for on a graph of `num_edges` undirected edges.
+
+        Where no node has a label, held-out edges are all there is to judge by. Graphs too small
+        to hold out some tens, or so large that the copy of the training edges costs gigabytes in
+        every worker, keep all edges.
+        """
+        if self.holdout_edges != "auto":
+            return self
+        if has_labels or not _LEAST_EDGES <= num_edges <= _MOST_EDGES:
+            return dataclasses.replace(self, holdout_edges="none")
+        val, test = self.link_val_ratio, self.link_test_ratio
+        if (val, test) == (VAL_RATIO, TEST_RATIO):
+            val, test = SMALL_VAL_RATIO, SMALL_TEST_RATIO
+        return dataclasses.replace(
+            self, holdout_edges="link", link_val_ratio=val, link_test_ratio=test
+        )
 
     def __post_init__(self) -> None:
         for name in ("store_dir", "stage_dir"):

@@ -44,7 +44,7 @@ class ModelConfig:
     num_layers: int = opt(
         0,
         "layers after the projection, as many hops; 0: by the graph's size and density, 2 to 6, "
-        "no fewer than sampled hops",
+        "no fewer than sampled hops; routing: as the sampled hops ask for",
     )
     routing_iterations: int = opt(4, "T, iterations inside a routing layer")
     routing_temperature: float = opt(1.0, "softmax temperature over factors")
@@ -128,13 +128,17 @@ class ModelConfig:
 
         factor_dim: 32, or as many as keep K*c within the features, at least 4. num_layers:
         ⌊ln N / ln(1 + mean degree)⌋, the hops in which a neighbourhood grows to the size of the
-        graph, between 2 and 6, and no fewer than the `hops` that are sampled.
+        graph, between 2 and 6, and no fewer than the `hops` that are sampled. Routing layers and
+        their tail need one hop each, so that where hops are sampled they decide.
         """
         factor_dim = self.factor_dim or max(4, min(32, num_features // self.num_factors))
         growth = math.log(1 + num_edges / max(num_nodes, 1))
         layers = min(max(int(math.log(max(num_nodes, 1)) / growth), 2), 6) if growth else 2
+        layers = max(layers, hops)
+        if hops and self.propagation == "routing":
+            layers = max(1, hops - self.tail)
         return dataclasses.replace(
-            self, factor_dim=factor_dim, num_layers=self.num_layers or max(layers, hops)
+            self, factor_dim=factor_dim, num_layers=self.num_layers or layers
         )
 
 

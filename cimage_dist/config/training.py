@@ -8,6 +8,11 @@ from typing import Literal, Optional
 from cimage_dist import registry
 from cimage_dist.config.fields import need, opt
 
+# How long a run is that says nothing of it. A pass over the whole graph is one step, a sampled one
+# may be ten thousand, so the default of sampled runs counts steps.
+EPOCHS = 30
+SAMPLED_STEPS = 100
+
 
 @dataclass
 class ClusterConfig:
@@ -205,7 +210,7 @@ class OptimConfig:
         "cosine",
         "cosine: once from lr_max to lr_min over the run; restarts: cosine periods (released code)",
     )
-    schedule_epochs: int = opt(0, "cosine: epochs after which the rate is lr_min; 0: train.epochs")
+    schedule_epochs: int = opt(0, "cosine: epochs after which the rate is lr_min; 0: the whole run")
     t0_steps: int = opt(10, "restarts: optimiser steps of the first cosine period")
     t_mult: int = opt(2, "restarts: each period is this many times the one before")
     weight_decay: float = opt(0.0, "Adam's L2 penalty")
@@ -231,7 +236,17 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
-    epochs: int = opt(30, "passes; on the full graph one epoch is one mask, almost always one step")
+    steps: Optional[int] = opt(
+        None,
+        "most optimiser steps of the run, whatever the number of passes; unset: train.epochs "
+        f"decides, and where that is unset too, a sampled run takes {SAMPLED_STEPS} steps",
+    )
+    epochs: Optional[int] = opt(
+        None,
+        "passes: on the full graph one is one mask, almost always one step; sampled, one is all "
+        f"edges, often thousands of steps. Unset: as train.steps says, else {EPOCHS} on the full "
+        "graph",
+    )
     batch_edges: int = opt(65_536, "masked edges per optimiser step on the full graph")
     validate_every: int = opt(0, "steps between validation scores during training; 0: never")
     validate_by: Literal["auto", "node", "link"] = opt(
@@ -252,7 +267,9 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        need(self.epochs >= 1, "train.epochs", "must be at least 1", self.epochs)
+        for name in ("steps", "epochs"):
+            value = getattr(self, name)
+            need(value is None or value >= 1, f"train.{name}", "must be at least 1", value)
         need(self.batch_edges >= 1, "train.batch_edges", "must be at least 1", self.batch_edges)
         need(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
         need(

@@ -19,14 +19,29 @@ def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology,
     """The topology that message passing, positives and embeddings use, and the held-out edges when
     there are any.
 
-    With data.holdout_edges=link no validation or test edge is in that topology, in either direction
-    (§2.3). Of a large graph all processes of a machine map one copy of it (`holdout.py`).
+    With data.holdout_edges=link (or auto, see `settled`) no validation or test edge is in that
+    topology, in either direction (§2.3). Of a large graph all processes of a machine map one copy of
+    it (`holdout.py`).
     """
-    topology = graph.topology()
+    topology, data = graph.topology(), settled(data, graph)
     if data.holdout_edges == "none":
         return topology, None
     split = stored(graph, data, seed, lambda: link_split(topology, data, seed))
     return split.train, split
+
+
+def settled(data: DataConfig, graph: Graph) -> DataConfig:
+    """The data settings with what holdout_edges=auto stands for on this graph."""
+    return data.settled(graph.num_classes > 0, graph.num_edges // 2)
+
+
+def num_training_edges(num_edges: int, data: DataConfig) -> int:
+    """Directed edges that `training_graph` leaves of so many, without making the split."""
+    if data.holdout_edges == "none":
+        return num_edges
+    undirected = num_edges // 2
+    held = round(data.link_val_ratio * undirected) + round(data.link_test_ratio * undirected)
+    return 2 * (undirected - held)
 
 
 def node_split(graph: Graph, data: DataConfig, seed: int) -> NodeSplit:

@@ -14,7 +14,7 @@ from ray.train.torch import TorchTrainer
 
 from cimage_dist.io.artifacts import RunDir, read_metrics, write_text
 from cimage_dist.train.loop import SHOWN
-from cimage_dist.train.progress import Progress
+from cimage_dist.train.progress import Progress, estimate
 
 
 def stop_file(run: RunDir) -> Path:
@@ -24,9 +24,11 @@ def stop_file(run: RunDir) -> Path:
 class Follower(threading.Thread):
     """Shows on the driver what rank 0 writes to metrics.jsonl."""
 
-    def __init__(self, run: RunDir, progress: Progress) -> None:
+    def __init__(self, run: RunDir, progress: Progress, log_every: int) -> None:
         super().__init__(daemon=True)
-        self.files, self.progress = run, progress
+        self.files, self.progress, self.log_every = run, progress, log_every
+        self._first: int | None = None
+        self._is_told = False
         self.is_done = threading.Event()
 
     def run(self) -> None:
@@ -36,16 +38,23 @@ class Follower(threading.Thread):
             is_last = self.is_done.wait(0.5)
             records = read_metrics(self.files.metrics)
             for record in records[seen:]:
-                if record["kind"] == "encoder":
-                    self.progress.note(f"encoder: {record['described']}")
+                if "described" in record:
+                    self.progress.note(f"{record['kind']}: {record['described']}")
                 elif record["kind"] == "train":
-                    self.progress.update(
-                        record["step"],
-                        record["total_steps"],
-                        {name: record[name] for name in SHOWN if name in record},
-                    )
+                    self._show(record)
             seen = len(records)
         self.progress.close()
+
+    def _show(self, record: dict[str, Any]) -> None:
+        step, total = record["step"], record["total_steps"]
+        terms = {name: record[name] for name in SHOWN if name in record}
+        self.progress.update(step, total, terms)
+        if self._first is None:
+            self._first = step  # a start may be in these seconds
+        elif not self._is_told and self._first < step < total:
+            self._is_told = True
+            each = record["seconds"] / min(step - self._first, self.log_every)
+            self.progress.note(estimate(total, each, each * (total - step)))
 
 
 @contextlib.contextmanager

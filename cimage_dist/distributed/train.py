@@ -280,7 +280,7 @@ def _train_on_ray(cfg: Config, graph: Graph, run: RunDir, progress: Progress) ->
     )
     progress.note(f"training on {workers} Ray workers into {run.root}")
     stages.announce(cfg, graph, progress)
-    follower = Follower(run, progress)
+    follower = Follower(run, progress, cfg.run.log_every)
     follower.start()
     try:
         with _signals_to(run):

@@ -207,7 +207,7 @@ class Judge(FIFOScheduler):
 
 def make_rule(sweep: Sweep) -> Any:
     """ASHA or median stopping over epochs, or None."""
-    settings, epochs = sweep.settings, sweep.base.train.epochs
+    settings, epochs = sweep.settings, sweep.base.epochs
     grace = max(1, round(settings.grace * epochs))
     common: dict[str, Any] = {
         "time_attr": "epoch",

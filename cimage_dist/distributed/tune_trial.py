@@ -56,7 +56,7 @@ class TuneSink(LocalSink):
 
     def __init__(self, run: RunDir, cfg: Config, exchange: Exchange) -> None:
         super().__init__(run, cfg.run, catch_signals=False, lock_patience_s=_LOCK_PATIENCE_S)
-        self.select, self.epochs, self.exchange = cfg.train.select, cfg.train.epochs, exchange
+        self.select, self.epochs, self.exchange = cfg.train.select, cfg.epochs, exchange
         self.scores: list[float] = []
         self.total = 1
         self.loop_began = 0.0
@@ -222,7 +222,7 @@ def _train(job: Job, exchange: Exchange) -> Outcome:
     return Outcome(
         "done",
         objective(scores, cfg.train.select),
-        cfg.train.epochs,
+        cfg.epochs,
         steps,
         round(seconds, 3),
         views=views,
@@ -278,7 +278,7 @@ def _train_parallel(cfg: Config, run: RunDir, exchange: Exchange) -> float:
     def follow() -> None:
         seen = 0
         while not is_over.wait(_POLL_S):
-            found = reports(run.root, cfg.train.epochs, cfg.train.select)
+            found = reports(run.root, cfg.epochs, cfg.train.select)
             for report in found[seen:]:
                 exchange.tell(report)
             seen = len(found)

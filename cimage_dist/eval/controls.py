@@ -5,16 +5,18 @@ Shapes: N nodes, F feature columns. Â = D^-1/2 (A + I) D^-1/2 with D the degree
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cimage_dist.eval.links import pick_score, row_scores
 from cimage_dist.eval.logistic import unit_rows
-from cimage_dist.eval.probe import PoolScore, make_pool, pool_score, score_rows
-from cimage_dist.types import NodeSplit, Topology
+from cimage_dist.eval.probe import Pool, make_pool, score_rows
+from cimage_dist.types import LinkSplit, NodeSplit, Topology
 
 HOPS = (1, 2, 3, 4, 6, 8)
 ALPHAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
@@ -82,44 +84,83 @@ def pagerank_features(x: Tensor, topology: Topology, alpha: float = FIXED_ALPHA)
 
 @dataclass(frozen=True)
 class Choice:
-    """Hops and α; `scores` of the candidates at their best, empty where nothing could choose."""
+    """Hops and α; `scores` of the candidates at their best, empty where nothing could choose.
+
+    `by`: "pool" (accuracy over the draws), "links" (AUC of the validation edges) or "fixed".
+    """
 
     hops: int
     alpha: float
-    scores: dict[str, PoolScore]
+    scores: dict[str, float]
+    by: str
 
     @property
     def best(self) -> str:
         """raw, smoothed or pagerank, by score; pagerank where there is none."""
-        return max(self.scores, key=lambda name: self.scores[name].mean, default="pagerank")
+        return max(self.scores, key=lambda name: self.scores[name], default="pagerank")
 
 
-def choose(x: Tensor, topology: Topology, y: Tensor | None, split: NodeSplit | None) -> Choice:
-    """Hops out of HOPS and α out of ALPHAS by the score over the draws; fixed ones without labels.
+def choose(
+    x: Tensor,
+    topology: Topology,
+    y: Tensor | None,
+    split: NodeSplit | None,
+    links: LinkSplit | None = None,
+) -> Choice:
+    """Hops out of HOPS and α out of ALPHAS by the score over the draws; without labels by the
+    ranking of the validation edges, where edges are held out; else fixed ones.
 
     All features count. Where the candidates' rows would need more than 1 GiB, the choice is made on
-    a keyed part of the pooled nodes. Of equal scores the first is taken. No test label is read.
+    a keyed part of the nodes. Of equal scores the first is taken. No test label or edge is read.
     """
     candidates = len(HOPS) + len(ALPHAS)
     most = min(50_000, max(1000, _MOST_CANDIDATES // (candidates * x.shape[1])))
     pool = None if y is None or split is None else make_pool(y, split, most)
-    if pool is None:
-        return Choice(FIXED_HOPS, FIXED_ALPHA, {})
+    score: Callable[[Tensor], float]
+    if pool is not None:
+        nodes, by, score = pool.nodes, "pool", partial(_pooled, pool=pool)
+    elif links is not None:
+        some = _some_pairs(links, most)
+        nodes, by, score = some.nodes, "links", some.score
+    else:
+        return Choice(FIXED_HOPS, FIXED_ALPHA, {}, "fixed")
     weights = [hop_weights(k) for k in HOPS] + [pagerank_weights(a) for a in ALPHAS]
-    rows = propagate(x, topology, weights, pool.nodes)
-    scores = [score_rows(unit_rows(candidate), pool) for candidate in rows]
-    hop = _first_best(scores[: len(HOPS)])
-    alpha = _first_best(scores[len(HOPS) :])
+    scores = [score(rows) for rows in propagate(x, topology, weights, nodes)]
+    hop, alpha = _first_best(scores[: len(HOPS)]), _first_best(scores[len(HOPS) :])
     found = {
-        "raw": pool_score(x, pool),
+        "raw": score(x[nodes]),
         "smoothed": scores[hop],
         "pagerank": scores[len(HOPS) + alpha],
     }
-    return Choice(HOPS[hop], ALPHAS[alpha], found)
+    return Choice(HOPS[hop], ALPHAS[alpha], found, by)
 
 
-def _first_best(scores: Sequence[PoolScore]) -> int:
-    return max(range(len(scores)), key=lambda at: (scores[at].mean, -at))
+def _pooled(rows: Tensor, pool: Pool) -> float:
+    return score_rows(unit_rows(rows), pool).mean
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Validation pairs whose ends count among `nodes` int64 [n]: links with pairs of positions."""
+
+    nodes: Tensor
+    links: LinkSplit
+
+    def score(self, rows: Tensor) -> float:
+        """AUC of the pairs by rows [n, F] of the nodes, scored the way that suits them best."""
+        return pick_score(row_scores(rows), self.links)[1]["auc"]
+
+
+def _some_pairs(links: LinkSplit, most: int) -> _Pairs:
+    """The first validation pairs, which are in random order, with at most `most` ends."""
+    pos, neg = links.val_pos[: most // 4], links.val_neg[: most // 4]
+    nodes, at = torch.cat([pos, neg]).unique(return_inverse=True)
+    local = replace(links, val_pos=at[: len(pos)], val_neg=at[len(pos) :])
+    return _Pairs(nodes, local)
+
+
+def _first_best(scores: Sequence[float]) -> int:
+    return max(range(len(scores)), key=lambda at: (scores[at], -at))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.data.splits import node_split
+from cimage_dist.data.splits import node_split, settled
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.logistic import unit_rows
@@ -111,8 +111,7 @@ def why_unvalidated(cfg: Config, graph: Graph) -> str | None:
     """
     if cfg.train.validate_every:
         return None
-    labels = graph.labels()
-    if cfg.data.holdout_edges != "none" or (labels is not None and bool((labels >= 0).any())):
+    if settled(cfg.data, graph).holdout_edges != "none" or graph.num_classes:
         return None
     return (
         f"graph {graph.name} has no labels and no held-out edges: no validation score, the "

@@ -15,6 +15,7 @@ from torch import Tensor
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
 from cimage_dist.eval.probe import linear_probe, make_pool, pool_score
+from cimage_dist.eval.structure import cluster_stability, effective_rank, neighbour_agreement
 from cimage_dist.pseudo import cluster_scores, contingency, hard_modularity
 from cimage_dist.pseudo.kmeans import kmeans
 from cimage_dist.types import NodeSplit, Topology
@@ -22,9 +23,9 @@ from cimage_dist.types import NodeSplit, Topology
 
 def score_clustering(
     z: Tensor, y: Tensor | None, num_clusters: int, topology: Topology, seed: int, restarts: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """acc, nmi, ari, f1 in percent and the plain modularity of k-means on row-normalised
-    embeddings; without labels the modularity alone.
+    embeddings; without labels the modularity, the stability in percent and the number of clusters.
 
     z [N, D]; y int64 [N] with -1 for unknown. Nodes of unknown label are clustered too, but not
     scored.
@@ -32,10 +33,15 @@ def score_clustering(
     labels = kmeans(
         F.normalize(z.float(), dim=1, eps=1e-12), num_clusters, seed=seed, restarts=restarts
     ).labels
-    scores: dict[str, float] = {}
+    scores: dict[str, Any] = {}
     if y is not None and bool((y >= 0).any()):
         table = contingency(labels, y.to(labels.device), num_clusters, 1 + int(y.max()))
         scores = {name: 100.0 * value for name, value in cluster_scores(table).items()}
+    else:
+        scores = {
+            "clusters": num_clusters,
+            "stability": cluster_stability(z, num_clusters, seed, restarts),
+        }
     return {**scores, "modularity": hard_modularity(labels.to(topology.indices.device), topology)}
 
 
@@ -54,7 +60,7 @@ def score_embedding(
     few_split: FewSplit | None = None,
 ) -> dict[str, Any]:
     """Linear probe, few-label probe and clustering of z [N, D] in percent (§9.6, §9.1); a score
-    that cannot be had is None with a reason.
+    that cannot be had is None with a reason. Without labels its shape too (§9.8).
 
     y int64 [N] with -1 for unknown. `num_clusters` defaults to the number of classes that occur.
     `few_split(per_class, split_seed)` defaults to the few-label split of the graph layer; its split
@@ -86,6 +92,12 @@ def score_embedding(
             scores["few_labels"] = _few_label_scores(z, y, cfg, seed, few_split)
     if "cluster" in tasks:
         scores |= _cluster_scores(z, y, topology, cfg, seed, num_clusters)
+        if y is None:
+            scores["shape"] = {
+                "rank": effective_rank(z),
+                "width": z.shape[1],
+                "neighbours": neighbour_agreement(z, topology),
+            }
     return scores
 
 

@@ -19,7 +19,7 @@ from cimage_dist.config import (
     run_dir,
 )
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.splits import training_graph
+from cimage_dist.data.splits import settled, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import (
@@ -31,17 +31,20 @@ from cimage_dist.eval.controls import (
 )
 from cimage_dist.eval.links import PairScore, link_scores, model_scores, pick_score, row_scores
 from cimage_dist.eval.score import score_embedding
+from cimage_dist.eval.statistics import value_at
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.norm import settle
 from cimage_dist.pipeline import stages
+from cimage_dist.train.initial import number_of_clusters
 from cimage_dist.types import LinkSplit, Topology
 
 NO_HOLDOUT = (
     "trained on all edges, so no edge is left that training has not seen; train with "
     "data.holdout_edges=link"
 )
+UNSEEN = "link scores are honest where the embedding was made without the held-out edges"
 FOREIGN = "an embedding from a file may have seen the held-out edges and brings no decoder"
 
 
@@ -71,20 +74,30 @@ def evaluate(
     z: Tensor | np.ndarray,
     graph: Any,
     cfg: Config | None = None,
-    tasks: Sequence[str] = ("node", "cluster"),
+    tasks: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Score any embedding matrix (row i is node i) on the labels and structure of a Graph or Data;
     numbers in percent.
+
+    `tasks`: node and cluster; of a graph without labels cluster and link. With "link" the caller
+    says that the embedding has not seen the edges that `cfg` holds out (with the same run.seed):
+    so it is after `Pretrainer(cfg).fit(graph).embed(graph)`.
     """
     cfg = cfg or Config()
     graph = as_graph(graph, cfg.data)
+    tasks = tasks or (("node", "cluster") if graph.num_classes else ("node", "cluster", "link"))
     known = ("node", "link", "cluster")
     if unknown := sorted(set(tasks) - set(known)):
         raise UserError(f"Unknown evaluation task {unknown[0]!r}; choose from {', '.join(known)}.")
     z = check_embedding(z, graph)
-    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-    scores = score_matrix(z, graph, topology, cfg, tasks)
-    return scores | {"link": None, "link_reason": FOREIGN}
+    topology, links = training_graph(graph, cfg.data, cfg.run.seed)
+    count = None
+    if not graph.num_classes and "cluster" in tasks:
+        count = number_of_clusters(cfg, graph, topology)
+    scores = score_matrix(z, graph, topology, cfg, tasks, count)
+    if "link" not in tasks or links is None:
+        return scores | {"link": None, "link_reason": FOREIGN if links else NO_HOLDOUT}
+    return scores | {"link": score_links(row_scores(z), links), "link_note": UNSEEN}
 
 
 def check_embedding(z: Tensor | np.ndarray, graph: Graph, where: str = "the embedding") -> Tensor:
@@ -159,6 +172,7 @@ def score_links(scores: Mapping[str, PairScore], links: LinkSplit) -> dict[str, 
     return link_scores(scores[name], links.test_pos, links.test_neg) | {
         "scorer": name,
         "val_auc": val["auc"],
+        "val_edges": links.val_pos.shape[0],
     }
 
 
@@ -177,12 +191,17 @@ def evaluate_run(
     graph = graph or open_graph(cfg.data)
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     tasks = ("node", "cluster")
+    run = RunDir(run_dir(cfg))
+    chosen = None
+    if num_clusters is None and not graph.num_classes:
+        chosen = clusters_without_labels(cfg, graph, topology, run)
+        num_clusters = chosen["value"]
+        note(f"clusters: {num_clusters} (by {chosen['by']})")
     if embedding is not None:
         result = score_matrix(
             load_embedding_file(embedding, graph), graph, topology, cfg, tasks, num_clusters
         ) | {"link": None, "link_reason": FOREIGN}
         return result | _facts(cfg, graph, links) | {"embedding": str(embedding)}
-    run = RunDir(run_dir(cfg))
     model, saved = stages.load_model(cfg, graph)
     if stages.embedded_step(run) != saved.step:
         stages.embed(cfg, graph, note=note)
@@ -196,34 +215,51 @@ def evaluate_run(
     )
     if cfg.eval.controls:
         result["controls"] = {}
-        for name, matrix, about in control_rows(cfg, graph, topology, model.encoder.cfg, note):
+        used = model.encoder.cfg
+        for name, matrix, about in control_rows(cfg, graph, topology, links, used, note):
             note(f"scoring the control: {name}")
             scores = score_matrix(matrix, graph, topology, cfg, tasks, num_clusters)
             scores["link"] = score_links(row_scores(matrix), links) if links else None
             result["controls"][name] = scores | about
         result["controls_best"] = best_controls(result["controls"], z.shape[1])
     result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": str(run.root)}
+    if chosen is not None:
+        result["clusters"] = chosen
     artifacts.write_json(run.evaluation, result)
     return result
+
+
+def clusters_without_labels(
+    cfg: Config, graph: Graph, topology: Topology, run: RunDir
+) -> dict[str, Any]:
+    """{"value", "by"}: as many clusters as the run's pseudo-labels had, else estimated."""
+    if run.summary.is_file() and not cfg.cluster.num_clusters:
+        summary = artifacts.read_json(run.summary, "the run's summary")
+        if found := (summary.get("chosen") or {}).get("clusters"):
+            return dict(found)
+    by = "cluster.num_clusters" if cfg.cluster.num_clusters else "features and edges"
+    return {"value": number_of_clusters(cfg, graph, topology), "by": by}
 
 
 def control_rows(
     cfg: Config,
     graph: Graph,
     topology: Topology,
+    links: LinkSplit | None,
     used: ModelConfig,
     note: Callable[[str], None],
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """(name, matrix [N, ·], what was chosen for it) of every control; `used` are our encoder's
     settings.
 
-    Hops and α are chosen on training and validation nodes, as `chosen_by` records.
+    Hops and α are chosen on training and validation nodes, without labels on validation edges, as
+    `chosen_by` records.
     """
     x, width = graph.features(), used.num_factors * used.factor_dim
     split, _ = stages.node_split_or_reason(graph, cfg)
     note("choosing hops and teleport of the controls")
-    choice = choose(x, topology, graph.labels(), split)
-    by = {"chosen_by": "pool" if choice.scores else "fixed"}
+    choice = choose(x, topology, graph.labels(), split, links)
+    by = {"chosen_by": choice.by}
     best = x
     yield "raw", x, {"width": x.shape[1]}
     matrix = smooth_features(x, topology, choice.hops)
@@ -244,9 +280,12 @@ def control_rows(
 def best_controls(controls: dict[str, dict[str, Any]], width: int) -> dict[str, str | None]:
     """{"any": the control of the highest pool score, "same_width": of those not wider than ours}.
 
-    Test scores play no part; None where there is no pool score.
+    Without labels by the AUC of the validation edges. Test scores play no part; None where there is
+    neither.
     """
-    known = {name: (c.get("node") or {}).get("pool") for name, c in controls.items()}
+    known = {name: value_at(c, "node.pool") for name, c in controls.items()}
+    if all(value is None for value in known.values()):
+        known = {name: value_at(c, "link.val_auc") for name, c in controls.items()}
     scores = {name: value for name, value in known.items() if value is not None}
     narrow = {name: value for name, value in scores.items() if controls[name]["width"] <= width}
     return {
@@ -256,8 +295,9 @@ def best_controls(controls: dict[str, dict[str, Any]], width: int) -> dict[str, 
 
 
 def _facts(cfg: Config, graph: Graph, links: LinkSplit | None) -> dict[str, Any]:
+    data = settled(cfg.data, graph)
     held = (
-        f"{cfg.data.link_val_ratio:.0%} and {cfg.data.link_test_ratio:.0%} of the edges were "
+        f"{data.link_val_ratio:.0%} and {data.link_test_ratio:.0%} of the edges were "
         "held out of training"
         if links
         else "trained on all edges"

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from torch import Tensor
 from cimage_dist.comm import Comm
 from cimage_dist.config import (
     Config,
+    DataConfig,
     ModelConfig,
+    choices,
     describe_encoder,
     describe_objective,
     fingerprint,
@@ -28,30 +30,26 @@ from cimage_dist.config import (
 )
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.splits import node_split, training_graph
+from cimage_dist.data.splits import node_split, num_training_edges, settled, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import make_validator, why_unvalidated
 from cimage_dist.io import artifacts, checkpoint, environment
 from cimage_dist.io.artifacts import RunDir
-from cimage_dist.io.rows import (
-    RowFiles,
-    add_parquet,
-    describe_parts,
-    load_rows,
-    open_rows,
-    step_of,
-)
+from cimage_dist.io.rows import RowFiles, add_parquet, describe_parts, load_rows, open_rows, step_of
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, build_model, model_from_weights, needs_moments
 from cimage_dist.pipeline import embedding
 from cimage_dist.pipeline.embedding import PART_ROWS, Execute, Tick
+from cimage_dist.train.batches import batches_per_epoch
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, Sink
 from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.train.trainer import Trainer, pick_device
 from cimage_dist.types import LinkSplit, NodeSplit
+
+_LENGTH = ("train.steps", "train.epochs")
 
 
 def changed_keys(a: Config, b: Config) -> list[str]:
@@ -88,16 +86,16 @@ def science_changes(a: Config, b: Config) -> list[str]:
 def prepare_run(cfg: Config, graph: Graph) -> RunDir:
     """Create the run directory, or check that the existing one belongs to this config and graph.
 
-    More train.epochs than before continues the run; any other change of the science asks for
-    another directory.
+    More steps than before, by train.epochs or train.steps, continue the run; any other change of
+    the science asks for another directory.
     """
     run = RunDir(run_dir(cfg))
     if run.config.is_file():
         old = load_config(run.config)
-        is_longer = cfg.train.epochs > old.train.epochs
-        if keys := [
-            key for key in science_changes(old, cfg) if not (key == "train.epochs" and is_longer)
-        ]:
+        keys = changed_training(old, cfg, graph)
+        if set(keys) <= set(_LENGTH) and steps_on(cfg, graph) >= steps_on(old, graph):
+            keys = []
+        if keys:
             raise UserError(
                 f"{run.root} holds a run with other settings (different: {', '.join(keys)}). "
                 "Choose another run.dir, or delete that folder to start afresh."
@@ -129,6 +127,23 @@ def write_environment(run: RunDir, cfg: Config, graph: dict[str, Any]) -> None:
     artifacts.write_json(
         run.environment, environment.describe() | {"graph": graph, "fingerprint": fingerprint(cfg)}
     )
+
+
+def changed_training(old: Config, new: Config, graph: Graph) -> list[str]:
+    """Keys by which two configs train differently on this graph: what `auto` stands for counts."""
+    here = (dataclasses.replace(cfg, data=settled(cfg.data, graph)) for cfg in (old, new))
+    return science_changes(*here)
+
+
+def _edges_and_batches(cfg: Config, graph: Graph) -> tuple[int, int]:
+    """Directed training edges, and batches of a pass over them."""
+    edges = num_training_edges(graph.num_edges, settled(cfg.data, graph))
+    return edges, batches_per_epoch(cfg, graph.num_nodes, edges)
+
+
+def steps_on(cfg: Config, graph: Graph) -> int:
+    """Optimiser steps of a run on this graph."""
+    return cfg.total_steps(_edges_and_batches(cfg, graph)[1])
 
 
 def check_graph(run: RunDir, graph: Graph) -> None:
@@ -202,7 +217,7 @@ def save_splits(run: RunDir, cfg: Config, graph: Graph, links: LinkSplit | None)
 class Outcome:
     """A run directory made ready, and after training the summary of what happened."""
 
-    def __init__(self, run: RunDir, epochs: int) -> None:
+    def __init__(self, run: RunDir, total_steps: int) -> None:
         self.run = run
         newest = checkpoint.load_latest(run.checkpoints)
         self.first_step = newest.step if newest else 0
@@ -210,34 +225,45 @@ class Outcome:
         known = {}
         with suppress(UserError):  # absent, or damaged: written again when training is over
             known = artifacts.read_json(run.summary, "the summary")
-        # A run with more epochs, or whose newest checkpoints are gone, is not over.
-        self.is_finished = (known.get("epochs"), known.get("steps")) == (epochs, self.first_step)
+        # A run that became longer, or whose newest checkpoints are gone, is not over.
+        self.is_finished = known.get("steps") == self.first_step == total_steps
 
 
 def summary_of(
     cfg: Config,
     saved: checkpoint.Checkpoint,
-    edges: tuple[int, int],
+    graph: Graph,
+    num_edges: int,
     first_step: int,
     seconds: float,
+    records: Iterable[dict[str, Any]],
 ) -> dict[str, Any]:
-    """What summary.json says of a run that ended with `saved`; `edges`: directed ones that were
-    trained on, and of the whole graph.
+    """What summary.json says of a run that ended with `saved`, trained on `num_edges` directed
+    edges; `records`: its metrics.
     """
-    weights = checkpoint.model_weights(saved.tensors)
+    used = model_from_weights(cfg, checkpoint.model_weights(saved.tensors)).encoder.cfg
     return {
         "run_dir": str(run_dir(cfg)),
         "fingerprint": fingerprint(cfg),
-        "epochs": cfg.train.epochs,
+        "epochs": cfg.epochs if cfg.steps is None else None,
         "steps": saved.step,
         "steps_now": saved.step - first_step,
         "seconds": round(seconds, 2),
         "objective": describe_objective(cfg),
-        "encoder": describe_encoder(cfg.model, model_from_weights(cfg, weights).encoder.cfg),
-        "edges_trained_on": edges[0] // 2,
-        "edges_held_out": (edges[1] - edges[0]) // 2,
+        "encoder": describe_encoder(cfg.model, used, len(cfg.sampler.fanouts)),
+        "chosen": choices(cfg.model, used) | _chosen_clusters(records),
+        "holdout_edges": settled(cfg.data, graph).holdout_edges,
+        "edges_trained_on": num_edges // 2,
+        "edges_held_out": (graph.num_edges - num_edges) // 2,
         "best": saved.meta["best"],
     }
+
+
+def _chosen_clusters(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """{"clusters": {"value", "by"}} of the pseudo-labels, where the run has made any."""
+    found = [record for record in records if record["kind"] == "clusters"]
+    last = found[-1] if found else None
+    return {} if last is None else {"clusters": {"value": last["clusters"], "by": last["by"]}}
 
 
 @contextmanager
@@ -245,12 +271,13 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
     """Prepare the run directory, let the caller train into it, then write summary.json from the
     newest checkpoint.
     """
+    cfg.check_fanouts()
     is_new = not RunDir(run_dir(cfg)).config.is_file()
     run = prepare_run(cfg, graph)
     try:
         topology, links = training_graph(graph, cfg.data, cfg.run.seed)
         save_splits(run, cfg, graph, links)
-        outcome = Outcome(run, cfg.train.epochs)
+        outcome = Outcome(run, steps_on(cfg, graph))
         began = time.perf_counter()
         yield outcome
     except UserError:
@@ -261,9 +288,11 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
     outcome.summary = summary_of(
         cfg,
         saved,
-        (topology.num_edges, graph.num_edges),
+        graph,
+        topology.num_edges,
         outcome.first_step,
         time.perf_counter() - began,
+        artifacts.read_metrics(run.metrics, skip_damaged=True),
     )
     if outcome.summary["steps_now"] or not run.summary.is_file():
         artifacts.write_json(run.summary, outcome.summary)
@@ -271,6 +300,7 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
 
 def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
     """Collective: the worker with the validation this config asks for."""
+    cfg.check_fanouts()
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     return worker(cfg, comm, sink, graph, make_validator(cfg, graph, topology, links, comm))
 
@@ -280,10 +310,37 @@ def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
     scored.
     """
     progress.note(f"objective: {describe_objective(cfg)}")
+    progress.note(f"length: {describe_length(cfg, graph)}")
     if reason := cfg.unshared_work():
         progress.note(f"warning: {reason}")
+    if cfg.data.holdout_edges == "auto" and not graph.num_classes:
+        progress.note(_describe_holdout(graph, settled(cfg.data, graph)))
     if reason := why_unvalidated(cfg, graph):
         progress.note(reason)
+
+
+def describe_length(cfg: Config, graph: Graph) -> str:
+    """ "200 steps, 0.6 passes over 340,000 edges (train.steps)"."""
+    edges, per_epoch = _edges_and_batches(cfg, graph)
+    steps, passes = cfg.total_steps(per_epoch), cfg.total_batches(per_epoch) / per_epoch
+    given = [key for key in _LENGTH if getattr(cfg.train, key.partition(".")[2]) is not None]
+    by = " and ".join(given) or f"the default of {'sampled' if cfg.steps else 'whole-graph'} runs"
+    over = "masks of" if not cfg.sampler.fanouts else "passes over"
+    return f"{steps:,} steps, {passes:.3g} {over} {edges // 2:,} edges (by {by})"
+
+
+def _describe_holdout(graph: Graph, data: DataConfig) -> str:
+    if data.holdout_edges == "none":
+        return (
+            f"no labels, and of {graph.num_edges // 2:,} edges none is held out (too few, or so "
+            "many that a copy would cost gigabytes): there will be no link scores. "
+            "data.holdout_edges=link holds some out"
+        )
+    return (
+        f"no labels: {data.link_val_ratio:.0%} and {data.link_test_ratio:.0%} of the edges are "
+        "held out, so that `cimage evaluate` can score the embedding on links it has not seen; "
+        "data.holdout_edges=none trains on all"
+    )
 
 
 def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
@@ -314,8 +371,8 @@ def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Check
         raise UserError(f"No run in {run.root}. Run `cimage pretrain` with the same config first.")
     keys = [
         key
-        for key in science_changes(load_config(run.config), cfg)
-        if not key.startswith("eval.") and key not in ("train.epochs", "train.select")
+        for key in changed_training(load_config(run.config), cfg, graph)
+        if not key.startswith("eval.") and key not in (*_LENGTH, "train.select")
     ]
     if keys:
         raise UserError(

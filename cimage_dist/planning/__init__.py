@@ -36,6 +36,7 @@ from cimage_dist.planning.sizes import (
     slices,
     training_edges,
 )
+from cimage_dist.train.batches import batches_per_epoch
 from cimage_dist.train.teleport import FALLBACK
 
 _GB = 1e9
@@ -50,22 +51,22 @@ def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
     model = cfg.model.sized(size.features, size.nodes, edges, len(cfg.sampler.fanouts))
     if model.teleport is None:
         model = replace(model, teleport=FALLBACK)  # what it will be makes no difference to a plan
-    cfg = replace(cfg, model=model)
+    cfg = replace(cfg, model=model, data=cfg.data.settled(size.classes > 0, size.edges // 2))
     check(cfg, size, edges)
-    batches_per_epoch = _batches_per_epoch(cfg, size, edges)
-    total_steps = math.ceil(batches_per_epoch * cfg.train.epochs / cfg.train.accumulate)
+    per_epoch = batches_per_epoch(cfg, size.nodes, edges)
+    total_steps = cfg.total_steps(per_epoch)
     res = cfg.resources
     # An elastic run that has shrunk has the same global batch on fewer workers: that is when memory
     # is short.
     shrunk = replace(cfg, resources=replace(res, num_workers=res.min_workers or res.num_workers))
-    rows, found_by = rows_per_step(shrunk, size, edges, batches_per_epoch)
+    rows, found_by = rows_per_step(shrunk, size, edges, per_epoch)
     played = play(cfg, size.features, num_clusters(cfg, size), rows)
     use_cuda = res.device == "cuda" or (res.device == "auto" and torch.cuda.is_available())
     memory = estimate(shrunk, size, edges, rows, played, use_cuda)
     world = res.num_workers
     global_batch = cfg.sampler.batch_edges
     if not cfg.sampler.fanouts:
-        global_batch = math.ceil(masked_edges(cfg, size.nodes, edges) / batches_per_epoch)
+        global_batch = math.ceil(masked_edges(cfg, size.nodes, edges) / per_epoch)
     most = slices(global_batch, shrunk.resources.num_workers)[1]
     plan: dict[str, Any] = {
         "graph": {
@@ -81,7 +82,8 @@ def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
         "steps": {
             "global_batch_edges": global_batch,
             "edges_per_worker": [slices(global_batch, world)[0], most],
-            "batches_per_epoch": batches_per_epoch,
+            "batches_per_epoch": per_epoch,
+            "passes": round(total_steps * cfg.train.accumulate / per_epoch, 3),
             "batches_per_step": cfg.train.accumulate,
             "total_steps": total_steps,
             "refreshes": _refreshes(cfg, total_steps),
@@ -106,12 +108,6 @@ def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
     }
     plan["verdict"] = _verdict(plan["memory"]["limiting_bytes"], memory_gb, use_cuda)
     return plan
-
-
-def _batches_per_epoch(cfg: Config, size: GraphSize, edges: int) -> int:
-    if cfg.sampler.fanouts:
-        return -(-(edges // 2) // cfg.sampler.batch_edges)
-    return max(1, math.ceil(masked_edges(cfg, size.nodes, edges) / cfg.train.batch_edges))
 
 
 def _refreshes(cfg: Config, total_steps: int) -> int:
@@ -259,7 +255,7 @@ def _size_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         "needs": f"{needs['workers']:,} workers: {gpus}{needs['cpus']:,} CPUs",
         "global batch": f"{steps['global_batch_edges']:,} edges; {low:,} to {high:,} per worker",
         "steps": f"{steps['total_steps']:,} of {steps['batches_per_step']:,} batches each; "
-        f"{steps['batches_per_epoch']:,} batches per epoch",
+        f"{steps['batches_per_epoch']:,} batches per epoch, {steps['passes']:,g} epochs in all",
         "mini-batch": f"{batch['nodes']:,} nodes, {batch['messages']:,} messages, "
         f"{batch['pairs']:,} pairs per worker ({batch['found_by']})",
         "model": f"{model['parameters']:,} parameters; a checkpoint takes "

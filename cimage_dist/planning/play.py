@@ -204,7 +204,7 @@ def _small(cfg: Config, num_clusters: int) -> Config:
         sampler=replace(cfg.sampler, batch_edges=edges, loader_processes=0, backend="csr"),
         cluster=replace(cfg.cluster, num_clusters=num_clusters),
         ci=replace(cfg.ci, every_steps=_REFRESH_EVERY, **quick),
-        train=replace(cfg.train, epochs=epochs, **whole),
+        train=replace(cfg.train, steps=None, epochs=epochs, **whole),
         run=replace(cfg.run, checkpoint_every=2**31, log_every=2**31),
         resources=replace(cfg.resources, device="cpu", compile=False, threads=0),
     )

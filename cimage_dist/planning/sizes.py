@@ -15,7 +15,7 @@ import numpy as np
 
 from cimage_dist.config import Config, DataConfig
 from cimage_dist.data.ingest import store_path
-from cimage_dist.data.splits import training_graph
+from cimage_dist.data.splits import num_training_edges, training_graph
 from cimage_dist.data.staging import is_url
 from cimage_dist.data.store import Graph, read_manifest
 from cimage_dist.errors import UserError
@@ -95,11 +95,8 @@ def graph_size(data: DataConfig) -> GraphSize:
 
 def training_edges(size: GraphSize, data: DataConfig) -> int:
     """Directed edges that training sees: all, or what the link split leaves."""
-    if data.holdout_edges == "none":
-        return size.edges
-    undirected = size.edges // 2
-    held = sum(round(r * undirected) for r in (data.link_val_ratio, data.link_test_ratio))
-    return 2 * (undirected - held)
+    data = data.settled(size.classes > 0, size.edges // 2)
+    return num_training_edges(size.edges, data)
 
 
 def _store_bytes(nodes: int, edges: int, features: int, dtype: str) -> int:

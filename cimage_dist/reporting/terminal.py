@@ -8,8 +8,10 @@ from typing import Any
 
 from cimage_dist.config_loading import changed_settings, load_config
 from cimage_dist.errors import UserError
+from cimage_dist.eval.statistics import value_at
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir, read_metrics
+from cimage_dist.reporting import label_free
 
 OURS = "CIMAGE"
 SCORES = {
@@ -43,6 +45,13 @@ def score_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 ],
             ]
         )
+    if label_free.is_label_free(result):
+        for path, score in label_free.SCORES.items():
+            found = [value_at(scores, path) for scores in methods.values()]
+            if any(value is not None for value in found):
+                shown = ["-" if value is None else f"{value:.{score.digits}f}" for value in found]
+                rows.append([score.label, *shown])
+        return ["", *methods], rows
     for group, keys in SCORES.items():
         for key, label in keys.items():
             values = [(scores.get(group) or {}).get(key) for scores in methods.values()]
@@ -88,18 +97,21 @@ def _choice_notes(result: dict[str, Any]) -> list[str]:
     by = (result["controls"].get("pagerank") or {}).get("chosen_by")
     how = {
         "pool": "hops and a: chosen on the draws of train + val, each control for itself",
-        "fixed": "hops and a: fixed, as no labels can choose",
+        "links": "hops and a: chosen on the validation edges, each control for itself",
+        "fixed": "hops and a: fixed, as neither labels nor held-out edges can choose",
     }
     notes = [how[by]] if by in how else []
     best = result.get("controls_best") or {}
     if best.get("any"):
         narrow = f", of our width or less {best['same_width']}" if best.get("same_width") else ""
-        notes.append(f"best control by the draws of train + val: {best['any']}{narrow}")
+        judge = "the validation edges" if by == "links" else "the draws of train + val"
+        notes.append(f"best control by {judge}: {best['any']}{narrow}")
     return notes
 
 
 def footnotes(result: dict[str, Any]) -> list[str]:
-    notes = [
+    notes = label_free.meanings(result) if label_free.is_label_free(result) else []
+    notes += [
         f"graph {result.get('graph', '?')}, seed {result.get('seed', '?')}, "
         f"{result.get('edges', '')}"
     ]
@@ -134,6 +146,10 @@ def footnotes(result: dict[str, Any]) -> list[str]:
         for n, row in few.items()
         if row.get("reason")
     ]
+    if clusters := result.get("clusters"):
+        notes.append(f"clusters: {clusters['value']}, by {clusters['by']}")
+    if label_free.is_label_free(result):
+        notes += [f"next: {text}" for text in label_free.next_steps(result)]
     return notes
 
 
@@ -143,7 +159,9 @@ def print_scores(result: dict[str, Any]) -> None:
     from rich.text import Text
 
     columns, rows = score_table(result)
-    table = Table(title="scores in percent", title_justify="left")
+    is_free = label_free.is_label_free(result)
+    title = "scores without labels (below: what they mean)" if is_free else "scores in percent"
+    table = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(
             name,

@@ -31,6 +31,14 @@ def _columns(x: Features, cfg: Config, step: int, view: int) -> Features:
     )
 
 
+def batches_per_epoch(cfg: Config, num_nodes: int, num_edges: int) -> int:
+    """Batches of a pass over a graph of `num_edges` directed training edges."""
+    if cfg.sampler.fanouts:
+        return max(1, math.ceil(num_edges // 2 / cfg.sampler.batch_edges))
+    most = most_masked(cfg.mask, num_nodes, num_edges)
+    return max(1, math.ceil(most / cfg.train.batch_edges))
+
+
 class Batches(Protocol):
     steps_per_epoch: int
 
@@ -50,8 +58,7 @@ class FullGraphBatches:
     def __init__(self, x: Features, topology: Topology, cfg: Config, comm: Comm) -> None:
         self.x, self.cfg, self.comm = x, cfg, comm
         self.masker = PathMasker(topology, cfg.mask, cfg.run.seed)
-        most = most_masked(cfg.mask, topology.num_nodes, topology.num_edges)
-        self.steps_per_epoch = max(1, math.ceil(most / cfg.train.batch_edges))
+        self.steps_per_epoch = batches_per_epoch(cfg, topology.num_nodes, topology.num_edges)
         self._masks: dict[
             int, tuple[int, MaskedGraph]
         ] = {}  # of each view: the epoch, and its mask

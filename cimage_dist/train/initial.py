@@ -26,6 +26,9 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import CIConfig, ClusterConfig, Config, EvalConfig, TrainConfig, fingerprint
+from cimage_dist.config.data import TEST_RATIO, VAL_RATIO
+from cimage_dist.config.training import EPOCHS
+from cimage_dist.data.splits import settled
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
@@ -101,7 +104,7 @@ def cache_folder(
     told = {
         "format": _FORMAT,
         "graph": graph_fingerprint,
-        "held_out": [cfg.data.holdout_edges, cfg.run.seed],
+        "held_out": _held_out(cfg),
         "method": method,
         "clusters": num_clusters,
         "settings": fingerprint(_edge_only_part(cfg))
@@ -111,6 +114,13 @@ def cache_folder(
     }
     name = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
     return Path(cfg.data.store_dir) / "labels" / f"{cfg.data.name}-{method}-{name}"
+
+
+def _held_out(cfg: Config) -> list[Any]:
+    data = cfg.data
+    shares = (data.link_val_ratio, data.link_test_ratio)
+    is_usual = data.holdout_edges == "none" or shares == (VAL_RATIO, TEST_RATIO)
+    return [data.holdout_edges, cfg.run.seed, *(() if is_usual else shares)]
 
 
 def _edge_only_part(cfg: Config) -> Config:
@@ -124,7 +134,7 @@ def _edge_only_part(cfg: Config) -> Config:
             init="selfkmeans", init_epochs=cfg.cluster.init_epochs, restarts=cfg.cluster.restarts
         ),
         ci=CIConfig(),
-        train=TrainConfig(precision=cfg.train.precision),
+        train=TrainConfig(steps=cfg.steps, epochs=EPOCHS, precision=cfg.train.precision),
         eval=EvalConfig(),
     )
 
@@ -209,6 +219,26 @@ def number_of_clusters(
     )
 
 
+def describe_clusters(cfg: Config, graph: Graph, found: LabelSet) -> dict[str, Any]:
+    """The number of clusters and who chose it, for the log and the run's summary."""
+    count = int(found.facts.get("clusters", 1 + int(found.labels.max())))
+    if cfg.cluster.init == "file":
+        by, how = "cluster.labels_path", "read from a file"
+    elif cfg.cluster.num_clusters:
+        by = how = "cluster.num_clusters"
+    elif graph.num_classes >= 2 and cfg.cluster.num_clusters is None:
+        by = how = "the number of classes"
+    else:
+        by, how = "features and edges", "estimated from features and edges"
+    method = found.facts.get("method", "file")
+    return {
+        "clusters": count,
+        "by": by,
+        "method": method,
+        "described": f"{count} ({how}), {method}",
+    }
+
+
 def labels_by_kmeans(
     encoder: Encoder, embedder: Embedder, num_nodes: int, num_clusters: int, cfg: Config, comm: Comm
 ) -> tuple[Tensor, Tensor]:
@@ -274,6 +304,7 @@ def initial_labels(
     NO_LABELS, and get their nodes' share of them from rank 0.
     """
     comm = comm or Comm()
+    cfg = replace(cfg, data=settled(cfg.data, graph))
     if cfg.cluster.init == "file":
         assert cfg.cluster.labels_path is not None
         return _of_main(partial(read_labels, Path(cfg.cluster.labels_path), graph.num_nodes), comm)

@@ -22,8 +22,8 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io.environment import keep_freed_memory
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.model import CimageModel
-from cimage_dist.train.initial import NO_LABELS, LabelSet, initial_labels
-from cimage_dist.train.progress import Meter
+from cimage_dist.train.initial import NO_LABELS, LabelSet, describe_clusters, initial_labels
+from cimage_dist.train.progress import Meter, Pace
 from cimage_dist.train.refresh import Embedder, Refresher, random_scores
 from cimage_dist.train.sink import Sink
 from cimage_dist.train.step import objective
@@ -47,7 +47,8 @@ def _edge_only(
         cfg,
         loss=cfg.loss.edges_only(),
         optim=dataclasses.replace(cfg.optim, schedule_epochs=0),
-        train=dataclasses.replace(cfg.train, epochs=cfg.cluster.init_epochs),
+        # The labels may not take longer than the run itself, where steps bound it.
+        train=dataclasses.replace(cfg.train, steps=cfg.steps, epochs=cfg.cluster.init_epochs),
         run=dataclasses.replace(cfg.run, seed=seed),
     )
     trainer = Trainer(short, graph, topology, comm)
@@ -96,6 +97,8 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
     else:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
         sink.store(_LABELS, {"labels": found.labels, "confidence": found.confidence})
+        if comm.is_main:  # the others have no labels yet
+            sink.log("clusters", 0, describe_clusters(cfg, graph, found))
     trainer.refresher = Refresher(
         cfg,
         comm.scatter_rows(found.labels.to(torch.int64), graph.num_nodes),
@@ -141,7 +144,7 @@ def worker(
     saved = sink.restore()
     if saved is None:
         used = trainer.cfg.model
-        described = describe_encoder(cfg.model, used)
+        described = describe_encoder(cfg.model, used, len(cfg.sampler.fanouts))
         sink.log(
             "encoder",
             0,
@@ -151,9 +154,10 @@ def worker(
     if saved is not None:
         trainer.restore(saved)
     total = trainer.total_steps
-    meter = Meter(cfg, trainer.device)
+    meter, pace = Meter(cfg, trainer.device), Pace(total, cfg.ci.every_steps)
     for batches in meter.timed(trainer.remaining()):
-        refreshed = trainer.refresh()
+        with pace.refresh(trainer.is_refresh_due()):
+            refreshed = trainer.refresh()
         if refreshed is not None:
             sink.log("ci", trainer.step, refreshed)
         with meter.time("step"):
@@ -166,6 +170,8 @@ def worker(
             is_read = any(due) or trainer.device.type == "cpu"
             metrics = _reduce(terms, cfg, comm, step) if is_read else {}
         sink.tick(step, total, {name: metrics[name] for name in SHOWN if name in metrics})
+        if text := pace.after(step):
+            sink.note(text)
         with meter.time("exchange"):
             signum, is_time = _agree(sink, comm, meter.is_checkpoint_due())
             saves = due.save or is_time or bool(signum)

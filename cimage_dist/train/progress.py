@@ -5,10 +5,11 @@ What a person sees while training: a bar on a terminal, plain lines elsewhere, n
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ import torch
 from cimage_dist.config import Config
 
 Item = TypeVar("Item")
+Clock = Callable[[], float]
+
+_FIRST_LINE_S, _LINE_EVERY_S = 5.0, 30.0
+_MEASURED_STEPS = 3
 
 # What two runs of the same experiment need not have in common.
 MEASURED = (
@@ -92,18 +97,78 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def ending(seconds: float) -> str:
+    """When something ends that takes so long from now: "ends about 14:35, in 12 min"."""
+    at = time.localtime(time.time() + seconds)
+    shown = time.strftime("%H:%M" if seconds < 43_200 else "%d %b %H:%M", at)
+    return f"ends about {shown}, in {duration(seconds)}"
+
+
+def estimate(total: int, each: float, left: float, refreshes: int = 0, refresh: float = 0.0) -> str:
+    """What a run will take: `each` second of a step, `left` seconds of all steps to come, and
+    `refreshes` of `refresh` seconds.
+    """
+    more = f", {refreshes:,} refreshes of {refresh:.2g} s" if refreshes and refresh > each else ""
+    taken = left + refreshes * refresh
+    return f"{total:,} steps of {each:.2g} s as measured here{more}: {ending(taken)}"
+
+
+class Pace:
+    """An estimate of the run's end from its first steps.
+
+    The first one warms up and is left out. Refreshes of the partition fall on few steps and are
+    measured apart: one comes before step 0 and then every `every` steps.
+    """
+
+    def __init__(self, total: int, every: int, clock: Clock = time.perf_counter) -> None:
+        self.total, self.every, self.clock = total, every, clock
+        self._refreshing: list[float] = []
+        self._ends: list[float] = []
+
+    @contextmanager
+    def refresh(self, is_due: bool) -> Iterator[None]:
+        began = self.clock()
+        yield
+        if is_due:
+            self._refreshing.append(self.clock() - began)
+
+    def after(self, step: int) -> str | None:
+        """Call after every step; the estimate, once."""
+        if len(self._ends) == _MEASURED_STEPS:
+            return None
+        self._ends.append(self.clock() - sum(self._refreshing))
+        if len(self._ends) < _MEASURED_STEPS or step == self.total:
+            return None
+        each = (self._ends[-1] - self._ends[0]) / (_MEASURED_STEPS - 1)
+        count = math.ceil(self.total / self.every) - math.ceil(step / self.every)
+        mean = sum(self._refreshing) / max(len(self._refreshing), 1)
+        return estimate(self.total, each, each * (self.total - step), count if mean else 0, mean)
+
+
 def _short(metrics: dict[str, float]) -> dict[str, str]:
     return {name: f"{value:.4g}" for name, value in metrics.items()}
 
 
 class Progress:
-    """Shows step, loss terms, throughput and remaining time on standard error."""
+    """Shows step, loss terms, throughput and the estimated end on standard error.
 
-    def __init__(self, quiet: bool = False, lines: int = 20) -> None:
-        self.quiet, self.lines = quiet, lines
+    On a terminal a bar; elsewhere a line after five seconds of a stage, then at most one every half
+    minute, and one at its end.
+    """
+
+    def __init__(self, quiet: bool = False, clock: Clock = time.monotonic) -> None:
+        self.quiet, self.clock = quiet, clock
         self._stage = ""
         self._bar: Any = None
         self._begin: tuple[float, int] | None = None
+        self._last = clock()  # of the update before: when a new stage began
+        self._due = 0.0
 
     def update(
         self, step: int, total: int, metrics: dict[str, float], stage: str = "pretrain"
@@ -114,10 +179,12 @@ class Progress:
         if stage != self._stage:
             self.close()
             self._stage, self._begin = stage, None
+            self._due = self._last + _FIRST_LINE_S
         if sys.stderr.isatty() or in_notebook():
             self._update_bar(step, total, metrics)
         else:
             self._update_lines(step, total, metrics)
+        self._last = self.clock()
 
     def _update_bar(self, step: int, total: int, metrics: dict[str, float]) -> None:
         with warnings.catch_warnings():
@@ -132,16 +199,19 @@ class Progress:
         self._bar.update(step - self._bar.n)
 
     def _update_lines(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        now = time.monotonic()
+        now = self.clock()
         if self._begin is None:
             self._begin = (now, step)
-        every = max(1, total // self.lines)
-        if step % every and step != total:
+        if now < self._due and step != total:
             return
+        self._due = now + _LINE_EVERY_S
         rate = (step - self._begin[1]) / max(now - self._begin[0], 1e-9)
-        left = f"  {rate:.2f} steps/s  eta {(total - step) / rate:.0f} s" if rate > 0 else ""
-        terms = "  ".join(f"{name} {value}" for name, value in _short(metrics).items())
-        print(f"{self._stage} {step}/{total}  {terms}{left}", file=sys.stderr, flush=True)
+        shown = [f"{name} {value}" for name, value in _short(metrics).items()]
+        if rate > 0:
+            shown.append(f"{rate:.3g} steps/s")
+        if rate > 0 and step < total:
+            shown.append(ending((total - step) / rate))
+        print(f"{self._stage} {step}/{total}", *shown, sep="  ", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """A line of its own that does not break the bar."""

@@ -59,6 +59,7 @@ class MlflowRun:
 
 
 class Sink(Protocol):
+    def note(self, text: str) -> None: ...
     def restore(self) -> checkpoint.Checkpoint | None: ...
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None: ...
     def tick(
@@ -83,10 +84,15 @@ class MemorySink:
         self.best: tuple[int, dict[str, Tensor], dict[str, Any]] | None = None
         self.progress = progress or Progress(quiet=True)
 
+    def note(self, text: str) -> None:
+        self.progress.note(text)
+
     def restore(self) -> checkpoint.Checkpoint | None:
         return None
 
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
+        if "described" in metrics:
+            self.note(f"{kind}: {metrics['described']}")
         self.records.append({"kind": kind, "step": step, **metrics})
 
     def tick(
@@ -175,6 +181,10 @@ class LocalSink:
             raise KeyboardInterrupt  # a second Ctrl-C does not wait
         self._signal = number
 
+    def note(self, text: str) -> None:
+        if self.is_main:
+            self.progress.note(text)
+
     def stop_signal(self) -> int:
         return self._signal
 
@@ -203,8 +213,8 @@ class LocalSink:
     def log(self, kind: str, step: int, metrics: dict[str, Any]) -> None:
         if not self.is_main:
             return
-        if kind == "encoder":
-            self.progress.note(f"encoder: {metrics['described']}")
+        if "described" in metrics:
+            self.note(f"{kind}: {metrics['described']}")
         if self._file is None:
             self._file = self.run.metrics.open("a")
             if self.cfg.tensorboard:

@@ -117,8 +117,11 @@ class Trainer:
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True
         )
-        epochs = optim.schedule_epochs or cfg.train.epochs
-        self.scheduler = make_schedule(self.optimizer, optim, self._steps_of(epochs))
+        per_epoch, passes = self.batches.steps_per_epoch, optim.schedule_epochs
+        self.total_batches = cfg.total_batches(per_epoch)
+        self.total_steps = cfg.total_steps(per_epoch)
+        decay = math.ceil(passes * per_epoch / cfg.train.accumulate) or self.total_steps
+        self.scheduler = make_schedule(self.optimizer, optim, decay)
         self.refresher: Refresher | None = None
         self.scores: CIScores | None = None
         self.step = 0
@@ -151,17 +154,6 @@ class Trainer:
         neither read nor change these moments. The same on every rank, as weights and rows are.
         """
         settle(self.model.encoder.norm, self.model.encoder.linear, self.clean)
-
-    @property
-    def total_batches(self) -> int:
-        return self.cfg.train.epochs * self.batches.steps_per_epoch
-
-    @property
-    def total_steps(self) -> int:
-        return self._steps_of(self.cfg.train.epochs)
-
-    def _steps_of(self, epochs: int) -> int:
-        return math.ceil(epochs * self.batches.steps_per_epoch / self.cfg.train.accumulate)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         self.settle()
@@ -207,9 +199,12 @@ class Trainer:
             self.refresher.average = found
         self.step = saved.step
 
+    def is_refresh_due(self) -> bool:
+        return self.cfg.loss.uses_partition and self.step % self.cfg.ci.every_steps == 0
+
     def refresh(self) -> dict[str, Any] | None:
         """Collective: rebuild the partition when it is due; what to log, or None."""
-        if self.step % self.cfg.ci.every_steps or not self.cfg.loss.uses_partition:
+        if not self.is_refresh_due():
             return None
         if self.cfg.ci.partition == "random_redrawn":
             self.scores, metrics = redrawn_scores(self.cfg, self.step, self.scores)

@@ -149,8 +149,7 @@ def with_values(cfg: Any, values: Mapping[str, Any]) -> Any:
 
 def checked_config(base: Config, point: Point) -> Config:
     cfg: Config = with_values(base, point)
-    if mismatch := cfg.fanout_mismatch():
-        raise UserError(mismatch)
+    cfg.check_fanouts()
     return cfg
 
 

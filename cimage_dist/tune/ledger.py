@@ -202,7 +202,7 @@ def trial_config(root: Path, trial: Trial) -> Config:
     if trial.epochs is not None:
         base = load_config(root / "base.yaml")
         own["train.epochs"] = trial.epochs
-        own["optim.schedule_epochs"] = base.optim.schedule_epochs or base.train.epochs
+        own["optim.schedule_epochs"] = base.optim.schedule_epochs or base.epochs
     return load_config(root / "base.yaml", overrides=dotlist(trial.values | own))
 
 
@@ -216,7 +216,7 @@ def objective(scores: Sequence[float], select: str) -> float:
 
 def epochs_of(base: Config, trial: Trial) -> int:
     """How long a trial trains, without loading its config."""
-    return int(trial.epochs or trial.values.get("train.epochs", base.train.epochs))
+    return int(trial.epochs or trial.values.get("train.epochs") or base.epochs)
 
 
 def reports(folder: Path, epochs: int, select: str) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ class Plan:
         if settings.epochs is None:
             return False
         trained = sum(o.epochs for o in self.ledger.outcomes.values())
-        running = len(self.ledger.unfinished("search")) * self.sweep.base.train.epochs
+        running = len(self.ledger.unfinished("search")) * self.sweep.base.epochs
         return trained + running >= settings.epochs
 
     def _new_fresh_trials(self) -> list[Trial]:
@@ -159,7 +159,7 @@ _CHOOSE, _VARY = 3, 4  # streams of the search's seed
 
 def generations(sweep: Sweep) -> list[int]:
     """Epochs at which each generation ends."""
-    total = sweep.base.train.epochs
+    total = sweep.base.epochs
     every = sweep.settings.interval_epochs or math.ceil(total / 5)
     return [*range(every, total, every), total]
 

@@ -211,6 +211,11 @@ def load_sweep(paths: Sequence[str], overrides: Sequence[str]) -> Sweep:
     check_points(_sample(settings, space), base)
     if settings.scheduler == "pbt":
         check_population(space)
+        if base.steps is not None:
+            raise UserError(
+                "scheduler pbt counts its generations in passes, but the run is bounded by "
+                f"{base.steps:,} steps. Set train.epochs and leave train.steps unset."
+            )
     return Sweep(settings, space, Path(found[0]).stem, base, others, own, entries)
 
 

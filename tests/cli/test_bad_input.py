@@ -18,7 +18,13 @@ import torch
 
 from tests.cli.conftest import Cli, Outcome, own_graph, process
 
-NOTES = ("objective: ", "encoder: ")  # what pretrain says before it starts
+NOTES = (
+    "objective: ",
+    "length: ",
+    "no labels",
+    "encoder: ",
+    "clusters: ",
+)  # what pretrain says before it starts
 
 
 def assert_complaint(got: Outcome, words: list[str]) -> None:

@@ -7,6 +7,8 @@ import pytest
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.distributed import train
+from cimage_dist.distributed.follow import Follower
+from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
 from cimage_dist.train.progress import Progress
 
@@ -45,6 +47,16 @@ def test_a_finished_run_starts_no_ray(tmp_path, monkeypatch):
         file.write_text(content)
         with pytest.raises(Started):
             train.launch(config(more), notes)
+
+
+def test_the_driver_tells_the_end_from_what_workers_log(tmp_path):
+    notes = Notes()
+    follower = Follower(RunDir(tmp_path), notes, log_every=10)
+    for step in (10, 20, 30, 40):
+        follower._show({"kind": "train", "step": step, "total_steps": 100, "seconds": 30.0})
+    assert len(notes.said) == 1
+    assert notes.said[0].startswith("100 steps of 3 s as measured here: ends about ")
+    assert notes.said[0].endswith("in 4 min")  # 80 steps
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_missing_labels_or_split_give_a_reason() -> None:
         assert "few_labels" not in scores
     assert set(
         score_embedding(z, None, None, topology, EvalConfig(), seed=0, num_clusters=3)["cluster"]
-    ) == {"modularity"}
+    ) == {"modularity", "stability", "clusters"}
     assert "no split" in score_embedding(z, y, None, topology, EvalConfig(), seed=0)["node_reason"]
     unlabelled_training = torch.where(thirds().train, -1, y)
     assert (

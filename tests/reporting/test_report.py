@@ -109,7 +109,7 @@ def test_footnotes_say_what_the_controls_are() -> None:
         for name, found in chosen.items()
     }
     assert any(
-        "fixed, as no labels can choose" in note
+        "fixed, as neither labels nor held-out edges can choose" in note
         for note in footnotes(result | {"controls": fixed, "controls_best": {"any": None}})
     )
 

@@ -234,6 +234,14 @@ def test_keys_that_do_not_fit_together_are_refused(make_sweep: MakeSweep) -> Non
         make_sweep(fanouts)
 
 
+def test_a_population_counts_passes(make_sweep: MakeSweep) -> None:
+    space = "search: random\nscheduler: pbt\nspace:\n  optim.lr_max: {low: 0.001, high: 0.01}\n"
+    for more in (["train.steps=50"], ["sampler.fanouts=[5,5]", "train.epochs=null"]):
+        with pytest.raises(UserError, match=r"scheduler pbt .* Set train\.epochs"):
+            make_sweep(space, *more)
+    assert make_sweep(space, "sampler.fanouts=[5,5]", "train.epochs=4").base.epochs == 4
+
+
 def test_a_rare_point_that_does_not_fit_is_not_tried(make_sweep: MakeSweep) -> None:
     sweep = make_sweep()
     good = suggest("random", sweep.space, 0, 3, [])
