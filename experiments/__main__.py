@@ -31,72 +31,31 @@ def parser() -> argparse.ArgumentParser:
         "that exist are skipped.",
         epilog="example: python -m experiments node parts --seeds 3",
     )
-    found.add_argument(
-        "tables",
-        nargs="*",
-        metavar="table",
-        help="names of experiments/tables/*.yaml, or files; none: all",
-    )
-    found.add_argument(
-        "--list",
-        action="store_true",
-        help="print which tables exist and what they still need; run nothing",
-    )
-    found.add_argument(
-        "--render",
-        action="store_true",
-        help="only write docs/RESULTS.md and the headline and figure of README.md from the existing results",
-    )
-    found.add_argument(
-        "--page", action="store_true", help="only write report.html with charts beside the results"
-    )
-    found.add_argument(
-        "--figures",
-        type=Path,
-        metavar="FOLDER",
-        help="with --page: every chart as PDF, PNG and SVG too",
-    )
-    found.add_argument(
-        "--seeds", type=int, metavar="N", help="no more than the first N seeds of every row"
-    )
-    found.add_argument(
-        "--jobs",
-        type=int,
-        default=0,
-        metavar="N",
-        help="runs at a time (default: one per core, or per CPU of the cluster)",
-    )
-    found.add_argument(
-        "--on",
-        choices=("local", "ray"),
-        default="local",
-        help="this machine, or the cluster RAY_ADDRESS names",
-    )
-    found.add_argument(
-        "--results",
-        type=Path,
-        default=Path("experiments/results"),
-        metavar="FOLDER",
-        help="one small file per run",
-    )
-    found.add_argument(
-        "--runs",
-        type=Path,
-        default=Path("runs/experiments"),
-        metavar="FOLDER",
-        help="run directories",
-    )
-    found.add_argument(
-        "--document",
-        type=Path,
-        default=Path("docs/RESULTS.md"),
-        metavar="FILE",
-        help="where tables are rendered",
-    )
-    found.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
-    found.add_argument("--quiet", action="store_true", help="no progress, no notes")
+    add = found.add_argument
+    about = "names of experiments/tables/*.yaml, or files; none: all"
+    add("tables", nargs="*", metavar="table", help=about)
+    about = "print which tables exist and what they still need; run nothing"
+    add("--list", action="store_true", help=about)
+    about = "only write docs/RESULTS.md and the headline and figure of README.md from the existing results"
+    add("--render", action="store_true", help=about)
+    add("--page", action="store_true", help="only write report.html with charts beside the results")
+    about = "with --page: every chart as PDF, PNG and SVG too"
+    add("--figures", type=Path, metavar="FOLDER", help=about)
+    about = "no more than the first N seeds of every row"
+    add("--seeds", type=int, metavar="N", help=about)
+    about = "runs at a time (default: one per core, or per CPU of the cluster)"
+    add("--jobs", type=int, default=0, metavar="N", help=about)
+    about = "this machine, or the cluster RAY_ADDRESS names"
+    add("--on", choices=("local", "ray"), default="local", help=about)
+    places = {
+        "--results": ("experiments/results", "FOLDER", "one small file per run"),
+        "--runs": ("runs/experiments", "FOLDER", "run directories"),
+        "--document": ("docs/RESULTS.md", "FILE", "where tables are rendered"),
+    }
+    for flag, (place, kind, about) in places.items():
+        add(flag, type=Path, default=Path(place), metavar=kind, help=about)
+    add("--json", action="store_true", help="print one JSON object on standard output")
+    add("--quiet", action="store_true", help="no progress, no notes")
     return found
 
 
@@ -119,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     every = load_tables(TABLES)
-    files = [
-        Path(name) if name.endswith(".yaml") else TABLES / f"{name}.yaml" for name in args.tables
-    ]
+    named = [name if name.endswith(".yaml") else f"{TABLES}/{name}.yaml" for name in args.tables]
+    files = [Path(name) for name in named]
     tables = [load_table(path) for path in files] or every
     if not tables:
         raise UserError(
@@ -133,16 +91,12 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--jobs is {args.jobs}; give at least 1, or 0 for one run per core.")
     if args.page:
         return _page(tables, args)
-    old = sorted(
-        {cell.folder for t in tables for cell in t.cells() if outdated(cell, args.results)}
-    )
+    every_cell = [cell for table in tables for cell in table.cells()]
+    old = sorted({cell.folder for cell in every_cell if outdated(cell, args.results)})
     if args.list:
         return _list(tables, old, args)
-    cells = (
-        []
-        if args.render
-        else [c for c in missing(tables, args.results) if args.seeds is None or c.seed < args.seeds]
-    )
+    cells = [] if args.render else missing(tables, args.results)
+    cells = [cell for cell in cells if args.seeds is None or cell.seed < args.seeds]
     failed = _make(cells, args) if cells else []
     if args.document.is_file():
         render_document(args.document, every or tables, args.results)
@@ -216,14 +170,11 @@ def _make(cells: Sequence[Any], args: argparse.Namespace) -> list[tuple[Any, str
             execute = kept
         jobs = args.jobs or room
         progress.note(f"{len(cells)} runs, {jobs} at a time")
-        return make(
-            cells,
-            args.results,
-            args.runs,
-            jobs,
-            execute,
-            lambda done, total, what: progress.update(done, total, {}, f"runs, last {what}"),
-        )
+
+        def tick(done: int, total: int, what: str) -> None:
+            progress.update(done, total, {}, f"runs, last {what}")
+
+        return make(cells, args.results, args.runs, jobs, execute, tick)
 
 
 if __name__ == "__main__":

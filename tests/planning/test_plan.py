@@ -180,13 +180,7 @@ def test_a_second_view_is_planned(store_dir, small_sbm, digits, capsys):
         assert 1.3 * sizes[0][name] < sizes[1][name] < 2.5 * sizes[0][name], name
     print_plan(two)
     assert "two views encoded" in capsys.readouterr().out
-    whole = make_plan(
-        on_digits(
-            store_dir,
-            "loss.redundancy_weight=1",
-            "resources.num_workers=2",
-        )
-    )
+    whole = make_plan(on_digits(store_dir, "loss.redundancy_weight=1", "resources.num_workers=2"))
     assert whole["redundancy"]["rows_per_worker"] == 899 and whole["steps"]["refreshes"] > 0
 
 
