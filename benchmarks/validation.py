@@ -25,8 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-ROOT = Path(__file__).parents[1]
+from hardware import facts
 
 
 def private_mb() -> float:
@@ -104,7 +103,7 @@ def main() -> None:
         for world in args.ranks:
             mp.spawn(rank_main, (world, folder, args), nprocs=world)
             runs.append(json.loads(Path(folder, f"{world}.json").read_text()))
-    body = {
+    body = facts(threads=1) | {
         "nodes": args.nodes,
         "features_mb": round(args.nodes * args.features * 4 / 1e6),
         "by": args.by,

@@ -61,11 +61,11 @@ def small_sbm_settings(store_dir: Path) -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of several ranks take longest and come first, so that parallel test processes end
-    together; without CUDA those of a GPU are skipped.
+    """The tests of several ranks and of Ray take longest and come first, so that parallel test
+    processes end together; without CUDA those of a GPU are skipped.
     """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-    items.sort(key=lambda item: "parity" not in item.path.parts)
+    items.sort(key=lambda item: not {"parity", "test_on_ray.py"} & set(item.path.parts))

@@ -127,7 +127,7 @@ def make_validator(
 
     By link AUC when edges were held out (or train.validate_by=link), else by accuracy over the
     draws from training and validation nodes (`eval/probe.py`). A rank reads the features of its
-    own nodes and makes their rows of every layer; rank 0 scores.
+    own nodes and makes their rows of every layer; ranks share the draws, rank 0 ranks the edges.
     """
     comm = comm or Comm()
     if cfg.train.validate_every == 0:
@@ -176,7 +176,7 @@ def make_validator(
 
     def validate_nodes(model: CimageModel) -> dict[str, float]:
         z = comm.gather_rows(own_rows(model).cpu()[pooled])
-        found = comm.from_main(lambda: score_rows(unit_rows(z), pool))
+        found = score_rows(unit_rows(z), pool, comm)
         return {"score": found.mean, "node_pool": found.mean, "node_pool_se": found.error}
 
     return validate_nodes

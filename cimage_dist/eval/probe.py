@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.comm import Comm
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
-from cimage_dist.eval.logistic import Path, Rows, logistic_path, unit_rows
+from cimage_dist.eval.logistic import STRENGTHS, Path, Rows, logistic_path, unit_rows
 from cimage_dist.types import NodeSplit
 
 _T_0, _T_MULT = 50, 2  # cosine restarts of §9.1
@@ -338,21 +339,23 @@ def pool_score(z: Tensor | Rows, pool: Pool) -> PoolScore:
     return score_rows(unit_rows(z, pool.nodes), pool)
 
 
-def score_rows(x: Rows, pool: Pool) -> PoolScore:
-    """x [P, F], the unit rows of the pooled nodes. R fits for every strength C of the grid:
+def score_rows(x: Rows, pool: Pool, comm: Comm | None = None) -> PoolScore:
+    """Collective: x [P, F], the unit rows of the pooled nodes, the same on every rank. R fits for
+    every strength C of the grid, of which each rank makes its share:
 
         accuracy_r(C) = share of P \\ draw_r that the regression fitted on draw_r gets right,
 
     and C is the one with the highest mean over r (the smallest such C).
     """
+    comm = comm or Comm()
     y, num_classes = pool.labels.numpy(), int(pool.labels.max()) + 1
-    accuracy = []
-    for fitted in pool.fitted.numpy():
-        path = logistic_path(x[fitted], y[fitted], num_classes)
-        hits, _ = path.scores(x[~fitted], y[~fitted])
-        accuracy.append(100.0 * hits / (~fitted).sum())
-    by_strength = np.stack(accuracy)  # [R, S]
+    own = np.zeros((len(pool.fitted), len(STRENGTHS)))  # [R, S], other ranks' rows zero
+    for draw in range(comm.rank, len(own), comm.world):
+        fitted = pool.fitted[draw].numpy()
+        hits, _ = logistic_path(x[fitted], y[fitted], num_classes).scores(x[~fitted], y[~fitted])
+        own[draw] = 100.0 * hits / (~fitted).sum()
+    by_strength = comm.sum(torch.from_numpy(own)).numpy()
     best = int(by_strength.mean(0).round(9).argmax())
     found = by_strength[:, best]
     error = float(found.std(ddof=1) / np.sqrt(len(found)))
-    return PoolScore(float(found.mean()), error, path.strengths[best])
+    return PoolScore(float(found.mean()), error, STRENGTHS[best])

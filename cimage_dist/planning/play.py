@@ -78,6 +78,17 @@ class FakeComm(Comm):
         self._record("all_gather", x)
         return x if self.world == 1 else x.repeat(self.world, *[1] * (x.dim() - 1))
 
+    def share_rows(self, x: Tensor, total: int) -> Tensor:
+        for _ in range(self.world):
+            self._record("broadcast", x)
+        return x if self.world == 1 else x[:1].repeat(total, *[1] * (x.dim() - 1))
+
+    def scatter_rows(self, x: Tensor, total: int) -> Tensor:
+        begin, end = self.slice_of(total)
+        for _ in range(1, self.world):
+            self._record("send", x[begin:end])
+        return x[begin:end]
+
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         self._record("broadcast", x)
         return x.detach().clone()

@@ -264,6 +264,13 @@ def test_a_neighbourhood_is_a_tree_on_a_huge_graph_and_never_more_than_the_graph
     assert sum(nodes) == pytest.approx(1000)
 
 
+def test_a_fake_rank_shares_rows_and_gets_its_own():
+    comm = FakeComm(3, 8)
+    assert comm.share_rows(torch.zeros(3, 2), 25).shape == (25, 2)
+    assert comm.scatter_rows(torch.zeros(24, 2), 24).shape == (3, 2)
+    assert [call.operation for call in comm.calls] == ["broadcast"] * 8 + ["send"] * 7
+
+
 def test_fake_ranks_all_hold_the_same():
     comm = FakeComm(3, 8)
     x = torch.arange(6.0).view(3, 2).requires_grad_()
