@@ -160,11 +160,14 @@ def heat(
     layers: list[Spec] = [
         {"mark": "rect", "encoding": {"color": shade | {"legend": legend}, "tooltip": hints}}
     ]
+    has_room = {
+        "expr": f"width / {max(1, len(columns))} < 22 ? 0 : 1"
+    }  # the pointer shows them too
     for style, test in (("on-pale", "<="), ("on-strong", ">")) if text else ():
         layers.append(
             {
                 "transform": [{"filter": f"datum.value {test} {0.55 * top}"}],
-                "mark": {"type": "text", "style": style, "baseline": "middle"},
+                "mark": {"type": "text", "style": style, "baseline": "middle", "opacity": has_room},
                 "encoding": {"text": {"field": "value", "type": "quantitative"}},
             }
         )
@@ -188,7 +191,9 @@ def _across(names: Sequence[Any]) -> Spec:
     """The axis below a matrix: numbers that do not fit are dropped, names are tilted."""
     words = [str(name) for name in names]
     is_named = any(not word.lstrip("-").isdigit() for word in words)
-    return _tilted(words) if is_named and len(words) <= _MOST_TILTED else {"labelAngle": 0}
+    if not is_named or len(words) > _MOST_TILTED:
+        return {"labelAngle": 0}
+    return _tilted(words, -90) | {"labelBaseline": "middle", "labelLimit": 120}
 
 
 def bars(
@@ -223,11 +228,11 @@ def bars(
     return chart("bars", title, note, data, 220, layer=layers, encoding=shared)
 
 
-def _tilted(names: Sequence[str]) -> Spec:
+def _tilted(names: Sequence[str], angle: int = -35) -> Spec:
     """An axis whose names are tilted where they would not fit side by side."""
     is_tight = f"width < {7 * max(map(len, names), default=0) * len(names)}"
-    angle = {"expr": f"{is_tight} ? -35 : 0"}, {"expr": f"{is_tight} ? 'right' : 'center'"}
-    return {"labelAngle": angle[0], "labelAlign": angle[1], "labelOverlap": False}
+    turn = {"expr": f"{is_tight} ? {angle} : 0"}, {"expr": f"{is_tight} ? 'right' : 'center'"}
+    return {"labelAngle": turn[0], "labelAlign": turn[1], "labelOverlap": False}
 
 
 def dots(

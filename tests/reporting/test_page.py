@@ -17,7 +17,7 @@ from cimage_dist.reporting.charts import histogram, lines, number, table, thinne
 from cimage_dist.reporting.figures import write_figures
 from cimage_dist.reporting.page import section, write_page
 from cimage_dist.reporting.run import verdict, write_run_page
-from tests.pages import LOOKS, looked_at
+from tests.pages import LOOK, LOOKS, looked_at
 
 EXPECTED = {
     "Scores in percent",
@@ -334,6 +334,24 @@ def test_charts_follow_the_colours_of_the_system(page, browser):
     assert tab.locator("figure[data-kind=bars] path[fill='#0f766e']").count() > 0
     tab.emulate_media(color_scheme="dark")
     tab.wait_for_selector("figure[data-kind=bars] path[fill='#2dd4bf']", state="attached")
+    tab.close()
+
+
+def test_nothing_is_cut_off_when_the_window_changes(page, browser):
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(page[0].as_uri())
+    tab.wait_for_selector("body[data-ready]")
+
+    def cut() -> list[str]:
+        return [card["title"] for card in tab.evaluate(LOOK) if card["clipped"]]
+
+    for width, height in ((390, 900), (390, 2600)):
+        tab.set_viewport_size({"width": width, "height": height})
+        tab.wait_for_timeout(300)
+        deadline = time.monotonic() + 30
+        while cut():
+            assert time.monotonic() < deadline, cut()
+            tab.wait_for_timeout(100)
     tab.close()
 
 
