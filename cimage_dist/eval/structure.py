@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.pseudo.kmeans import assign, kmeans
-from cimage_dist.pseudo.metrics import ari, contingency
+from cimage_dist.pseudo import ari, contingency
 from cimage_dist.types import Topology
 
 NEAREST = 10
