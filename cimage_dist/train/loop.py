@@ -81,7 +81,7 @@ def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink:
     )
 
 
-def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
+def _prepare_scores(trainer: Trainer, sink: Sink, is_new: bool) -> None:
     """Collective: what the losses need before the first step.
 
     Initial labels, which the sink stores, or a random half for the whole run; nothing for halves
@@ -99,8 +99,9 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
         kept = {"labels": found.labels, "confidence": found.confidence}
         sink.store(_LABELS, kept)
-        sink.log("clusters", 0, describe_clusters(cfg, graph, found))
     labels, confidence = kept["labels"], kept["confidence"]
+    if is_new:
+        sink.log("clusters", 0, describe_clusters(cfg, graph, labels))
     trainer.refresher = Refresher(
         cfg, labels, confidence, trainer.embedder, comm, trainer.total_steps
     )
@@ -146,7 +147,7 @@ def worker(
             0,
             {"described": described, "num_layers": used.num_layers, "teleport": used.teleport},
         )
-    _prepare_scores(trainer, sink)
+    _prepare_scores(trainer, sink, saved is None)
     if saved is not None:
         trainer.restore(saved)
     total = trainer.total_steps
