@@ -219,9 +219,9 @@ def number_of_clusters(
     )
 
 
-def describe_clusters(cfg: Config, graph: Graph, found: LabelSet) -> dict[str, Any]:
+def describe_clusters(cfg: Config, graph: Graph, labels: Tensor) -> dict[str, Any]:
     """The number of clusters and who chose it, for the log and the run's summary."""
-    count = int(found.facts.get("clusters", 1 + int(found.labels.max())))
+    count, method = 1 + int(labels.max()), method_for(cfg.cluster.init, graph.num_nodes)
     if cfg.cluster.init == "file":
         by, how = "cluster.labels_path", "read from a file"
     elif cfg.cluster.num_clusters:
@@ -230,7 +230,6 @@ def describe_clusters(cfg: Config, graph: Graph, found: LabelSet) -> dict[str, A
         by = how = "the number of classes"
     else:
         by, how = "features and edges", "estimated from features and edges"
-    method = found.facts.get("method", "file")
     return {
         "clusters": count,
         "by": by,

@@ -78,7 +78,7 @@ def make_labels(cfg: Config, graph: Graph, topology: Topology, comm: Comm, sink:
     )
 
 
-def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
+def _prepare_scores(trainer: Trainer, sink: Sink, is_new: bool) -> None:
     """Collective: what the losses need before the first step.
 
     Initial labels, which the sink stores, or a random half for the whole run; nothing for halves
@@ -97,8 +97,8 @@ def _prepare_scores(trainer: Trainer, sink: Sink) -> None:
     else:
         found = make_labels(cfg, graph, trainer.topology, comm, sink)
         sink.store(_LABELS, {"labels": found.labels, "confidence": found.confidence})
-        if comm.is_main:  # the others have no labels yet
-            sink.log("clusters", 0, describe_clusters(cfg, graph, found))
+    if is_new and comm.is_main:  # the others have no labels yet
+        sink.log("clusters", 0, describe_clusters(cfg, graph, found.labels))
     trainer.refresher = Refresher(
         cfg,
         comm.scatter_rows(found.labels.to(torch.int64), graph.num_nodes),
@@ -150,7 +150,7 @@ def worker(
             0,
             {"described": described, "num_layers": used.num_layers, "teleport": used.teleport},
         )
-    _prepare_scores(trainer, sink)
+    _prepare_scores(trainer, sink, saved is None)
     if saved is not None:
         trainer.restore(saved)
     total = trainer.total_steps

@@ -206,7 +206,7 @@ class LocalSink:
             record
             for record in artifacts.read_metrics(self.run.metrics, skip_damaged=True)
             if record["step"] < step
-            or (record["step"] == step and record["kind"] not in ("ci", "encoder"))
+            or (record["step"] == step and record["kind"] not in ("ci", "encoder", "clusters"))
         ]
         artifacts.write_text(self.run.metrics, "".join(json.dumps(r) + "\n" for r in kept))
 

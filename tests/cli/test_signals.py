@@ -175,12 +175,13 @@ def test_stopped_before_the_first_step(
         *tiny,
         "loss.factor_weight=1",
         f"cluster.init={method}",
-        "cluster.init_epochs=600",
+        "cluster.init_epochs=20000",
         "run.seed=77",
     ]
     process = start(settings, run)
     assert process.stderr is not None
-    said = (line for line in process.stderr if not line.startswith(("objective: ", "encoder: ")))
+    notes = ("objective: ", "length: ", "encoder: ")
+    said = (line for line in process.stderr if not line.startswith(notes))
     assert next(said).startswith(first)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=PATIENCE_S)
