@@ -67,7 +67,7 @@ class Pretrainer:
                 f"{graph.num_features}."
             )
         topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
-        return embed_graph(self.model_.encoder, graph.features(), topology)
+        return embed_graph(self.model_.encoder, graph.rows(), topology)
 
     def save(self, path: str | Path) -> Path:
         """Write config and weights into a folder."""

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.eval.logistic import unit_rows
-from cimage_dist.eval.probe import PoolScore, make_pool, pool_score, score_rows
-from cimage_dist.types import NodeSplit, Topology
+from cimage_dist.eval.probe import PoolScore, make_pool, score_rows
+from cimage_dist.types import Features, NodeSplit, Topology
 
 HOPS = (1, 2, 3, 4, 6, 8)
 ALPHAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
@@ -40,7 +40,7 @@ def pagerank_weights(alpha: float, steps: int = STEPS) -> list[float]:
 
 @torch.no_grad()
 def propagate(
-    x: Tensor,
+    x: Features,
     topology: Topology,
     weights: Sequence[Sequence[float]],
     nodes: Tensor | None = None,
@@ -57,7 +57,7 @@ def propagate(
     last = max(len(row) for row in weights)
     for begin in range(0, x.shape[1], _COLUMNS):
         columns = slice(begin, begin + _COLUMNS)
-        power = x[:, columns].float()
+        power = _some_columns(x, columns)
         for s in range(last):
             if s:
                 scaled = power * scale
@@ -70,12 +70,23 @@ def propagate(
     return out
 
 
-def smooth_features(x: Tensor, topology: Topology, hops: int = FIXED_HOPS) -> Tensor:
+def _some_columns(x: Features, columns: slice) -> Tensor:
+    """A range of columns, dense in float32."""
+    if isinstance(x, Tensor):
+        return x[:, columns].float()
+    kept = (x.column >= columns.start) & (x.column < columns.stop)
+    width = min(columns.stop, x.shape[1]) - columns.start
+    out = torch.zeros(x.shape[0], width, device=x.device)
+    out[x.row[kept], x.column[kept] - columns.start] = x.value[kept].float()
+    return out
+
+
+def smooth_features(x: Features, topology: Topology, hops: int = FIXED_HOPS) -> Tensor:
     """Â^hops x, float32 [N, F]."""
     return propagate(x, topology, [hop_weights(hops)])[0]
 
 
-def pagerank_features(x: Tensor, topology: Topology, alpha: float = FIXED_ALPHA) -> Tensor:
+def pagerank_features(x: Features, topology: Topology, alpha: float = FIXED_ALPHA) -> Tensor:
     """h after ten steps of h ← (1-α) Â h + α x, float32 [N, F]."""
     return propagate(x, topology, [pagerank_weights(alpha)])[0]
 
@@ -94,7 +105,7 @@ class Choice:
         return max(self.scores, key=lambda name: self.scores[name].mean, default="pagerank")
 
 
-def choose(x: Tensor, topology: Topology, y: Tensor | None, split: NodeSplit | None) -> Choice:
+def choose(x: Features, topology: Topology, y: Tensor | None, split: NodeSplit | None) -> Choice:
     """Hops out of HOPS and α out of ALPHAS by the score over the draws; fixed ones without labels.
 
     All features count. Where the candidates' rows would need more than 1 GiB, the choice is made on
@@ -108,10 +119,11 @@ def choose(x: Tensor, topology: Topology, y: Tensor | None, split: NodeSplit | N
     weights = [hop_weights(k) for k in HOPS] + [pagerank_weights(a) for a in ALPHAS]
     rows = propagate(x, topology, weights, pool.nodes)
     scores = [score_rows(unit_rows(candidate), pool) for candidate in rows]
+    raw = propagate(x, topology, [hop_weights(0)], pool.nodes)[0]
     hop = _first_best(scores[: len(HOPS)])
     alpha = _first_best(scores[len(HOPS) :])
     found = {
-        "raw": pool_score(x, pool),
+        "raw": score_rows(unit_rows(raw), pool),
         "smoothed": scores[hop],
         "pagerank": scores[len(HOPS) + alpha],
     }

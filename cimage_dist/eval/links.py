@@ -131,7 +131,7 @@ def make_validator(
     by = cfg.train.validate_by
     if by == "auto":
         by = "link" if links is not None else "node"
-    x = compact(graph.features())
+    x = compact(graph.rows())
     if by == "link":
         if links is None:
             raise UserError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
+from cimage_dist.nn.features import placed
 from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.nn.propagate import propagate
 from cimage_dist.nn.routing import normalize_factors, use_fused
@@ -60,16 +61,10 @@ def encode_graph(
     encoder.eval()
     cfg, weight = encoder.cfg, encoder.linear.weight
     width = cfg.num_factors * cfg.factor_dim
-    if isinstance(x, Tensor):
-        step = max(1, max_floats // max(width, x.shape[1]))
-        start = torch.cat(
-            [
-                encoder.project(x[begin : begin + step].to(weight.device, weight.dtype))
-                for begin in range(0, x.shape[0], step)
-            ]
-        )
-    else:
-        start = encoder.project(x.to(weight.dtype))
+    step = max(1, max_floats // max(width, x.shape[1]))
+    start = torch.cat(
+        [encoder.project(placed(part, weight.device, weight.dtype)) for part in x.split(step)]
+    )
     if cfg.propagation == "gcn":
         # Nothing of size messages x width is made: all targets at once.
         edges = range_edges(topology, slice(0, topology.num_nodes), weight.device)
@@ -150,7 +145,7 @@ def encode_rows(
     stage: int,
     rows: slice,
     topology: Topology,
-    read: Callable[[Tensor], Tensor],
+    read: Callable[[Tensor], Features],
     read_start: Callable[[Tensor], Tensor] | None = None,
     max_floats: int = MAX_FLOATS,
 ) -> Iterator[Tensor]:
@@ -169,10 +164,12 @@ def encode_rows(
         step = max(1, max_floats // max(width, encoder.linear.in_features))
         for begin in range(rows.start, rows.stop, step):
             x = read(torch.arange(begin, min(begin + step, rows.stop)))
-            yield encoder.project(x.to(weight.device, weight.dtype)).flatten(1).float().cpu()
+            projected = encoder.project(placed(x, weight.device, weight.dtype))
+            yield projected.flatten(1).float().cpu()
         return
 
-    def factors(flat: Tensor) -> Tensor:
+    def factors(flat: Features) -> Tensor:
+        assert isinstance(flat, Tensor)
         return flat.to(weight.device, weight.dtype).view(-1, cfg.num_factors, cfg.factor_dim)
 
     for part in target_ranges(topology, width, max_floats, rows):
