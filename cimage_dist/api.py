@@ -174,7 +174,7 @@ class Pretrainer:
             topology = graph.topology()  # of another graph nothing needs to be held out
         else:
             topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)
-        return embed_graph(self.model_.encoder, graph.features(), topology)
+        return embed_graph(self.model_.encoder, graph.rows(), topology)
 
     def transform(self, graph: Any) -> NDArray[np.float32]:
         """`embed` as a numpy array."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -114,23 +114,55 @@ class Hops(NamedTuple):
         return near, slice(0, sum(self.nodes[: depth + 1]))
 
 
+SPARSE_SHARE = 0.1
+"""Features are sparse where at most this share of their values is not zero: above it the dense
+product is faster on a CPU.
+"""
+
+
 @dataclass(frozen=True)
 class SparseRows:
     """The non-zero entries of a matrix [N, F], row by row: `row` and `column` int64 [Z], `value`
     [Z].
+
+    Dropout draws for each entry by its number, or, with `draws_by_place`, by its place in the dense
+    matrix, as it does for dense rows.
     """
 
     row: Tensor
     column: Tensor
     value: Tensor
     shape: tuple[int, int]
+    draws_by_place: bool = False
 
     @property
     def device(self) -> torch.device:
         return self.value.device
 
-    def to(self, dtype: torch.dtype) -> SparseRows:
-        return replace(self, value=self.value.to(dtype))
+    def to(self, *target: torch.device | torch.dtype) -> SparseRows:
+        """On a device, with values of a type, as `Tensor.to`."""
+        value: Tensor = self.value.to(*target)  # type: ignore[call-overload]
+        row, column = (part.to(value.device) for part in (self.row, self.column))
+        return replace(self, row=row, column=column, value=value)
+
+    def to_dense(self) -> Tensor:
+        """[N, F]."""
+        out = self.value.new_zeros(self.shape)
+        out[self.row, self.column] = self.value
+        return out
+
+    def split(self, rows: int) -> Iterator[SparseRows]:
+        """`rows` rows at a time, as `Tensor.split`."""
+        for begin in range(0, self.shape[0], rows):
+            end = min(begin + rows, self.shape[0])
+            first, last = torch.searchsorted(self.row, torch.tensor([begin, end])).tolist()
+            yield replace(
+                self,
+                row=self.row[first:last] - begin,
+                column=self.column[first:last],
+                value=self.value[first:last],
+                shape=(end - begin, self.shape[1]),
+            )
 
 
 Features: TypeAlias = Tensor | SparseRows
@@ -217,7 +249,7 @@ class FeatureMoments:
     [F].
 
     The (population) covariance is either `cov` [F, F], or, for wide features, `cov_factor` [r, F]
-    with cov ≈ cov_factorᵀ cov_factor.
+    with cov ≈ cov_factorᵀ cov_factor, in single precision once stored.
     """
 
     mean: Tensor
@@ -227,10 +259,9 @@ class FeatureMoments:
 
     def as_stored(self) -> FeatureMoments:
         """With the covariance in the precision that a store keeps it in, single."""
-        kept = [
-            None if part is None else part.float().double() for part in (self.cov, self.cov_factor)
-        ]
-        return FeatureMoments(self.mean, self.sqmean, *kept)
+        cov = None if self.cov is None else self.cov.float().double()
+        factor = None if self.cov_factor is None else self.cov_factor.float()
+        return FeatureMoments(self.mean, self.sqmean, cov, factor)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -27,24 +27,29 @@ def index_dtype(num_nodes: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if num_nodes < 2**31 else np.int64)
 
 
+def write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """What a .npy file of an array in row order begins with."""
+    facts = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
+    np.lib.format.write_array_header_1_0(file, facts)
+
+
 class NpyWriter:
     """A .npy file written row by row; the number of rows enters the header on close."""
 
     def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> None:
-        self.dtype, self.row_shape, self.rows = np.dtype(dtype), row_shape, 0
-        self._file: BinaryIO = path.open("wb")
+        self.path, self.dtype, self.row_shape, self.rows = path, np.dtype(dtype), row_shape, 0
+        self._file: IO[bytes] = path.open("wb")
         self._header()
 
     def _header(self) -> None:
         # numpy pads the header for a growing first axis, so the final header has the length of the
         # first one.
         self._file.seek(0)
-        facts = {
-            "descr": np.lib.format.dtype_to_descr(self.dtype),
-            "fortran_order": False,
-            "shape": (self.rows, *self.row_shape),
-        }
-        np.lib.format.write_array_header_1_0(self._file, facts)
+        write_header(self._file, self.dtype, (self.rows, *self.row_shape))
 
     def write(self, rows: Array) -> None:
         assert rows.shape[1:] == self.row_shape
@@ -52,8 +57,16 @@ class NpyWriter:
         self.rows += len(rows)
 
     def close(self) -> None:
-        self._header()
-        self._file.close()
+        if not self._file.closed:
+            self._header()
+            self._file.close()
+
+    def read(self) -> Array:
+        """The closed file, mapped."""
+        return np.load(self.path, mmap_mode="r", allow_pickle=False)
+
+    def remove(self) -> None:
+        self.path.unlink()
 
     def __enter__(self) -> NpyWriter:
         return self

@@ -232,14 +232,21 @@ def clean_masks(masks: Mapping[str, Array], num_nodes: int, where: str) -> dict[
     return out
 
 
-def normalize_rows(rows: Array, kind: str) -> Array:
-    """Each row divided by its length (unit) or the sum of its absolute values (row); zero rows
-    stay zero. Other kinds change nothing.
+def with_divisor(rows: Array, kind: str) -> tuple[Array, Array | None]:
+    """(rows, what normalising divides each by): its length (unit) or the sum of its absolute values
+    (row), 1 for zero rows, float64 [n]; None for other kinds, which change nothing.
     """
     if kind not in ("unit", "row"):
-        return rows
+        return rows, None
     rows = rows.astype(np.float32)
     size = np.abs(rows.astype(np.float64))
     total = size.sum(axis=1) if kind == "row" else np.sqrt(np.square(size).sum(axis=1))
+    return rows, np.where(total > 0, total, 1)
+
+
+def divided(rows: Array, divisor: Array | None) -> Array:
+    """The rows normalised, in single precision."""
+    if divisor is None:
+        return rows
     with np.errstate(invalid="ignore"):  # infinite values are reported by check_features
-        return (rows / np.where(total > 0, total, 1)[:, None]).astype(np.float32)
+        return (rows / divisor[:, None]).astype(np.float32)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.data.store import MASKS, Graph
 
 _MOST_EDGES = 200_000_000  # beyond this, components are not counted
@@ -38,6 +39,7 @@ def describe(graph: Graph) -> dict[str, Any]:
             for name, share in _QUANTILES.items()
         },
         "feature_density": None if nonzeros is None else nonzeros / values,
+        "features_stored": "sparse" if isinstance(graph.x, CsrFeatures) else "dense",
         "class_counts": _class_counts(graph, notes.get("class_names")),
         "unlabelled": None if graph.y is None else int((graph.y < 0).sum()),
         "splits": {
@@ -101,7 +103,10 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     )
     lines += [f"structure: {', '.join(parts)}", f"degrees: {degrees}"]
     if facts["feature_density"] is not None:
-        lines.append(f"features: {100 * facts['feature_density']:.3g} % of the values are not zero")
+        lines.append(
+            f"features: {100 * facts['feature_density']:.3g} % of the values are not zero, stored "
+            f"{facts['features_stored']}"
+        )
     lines.append(f"labels: {_labels(facts)}")
     splits = ", ".join(f"{name} {_counts(count)}" for name, count in facts["splits"].items())
     if facts["class_counts"]:

@@ -12,20 +12,15 @@ from typing import Any
 import numpy as np
 
 from cimage_dist.data.build import csc_in_memory
-from cimage_dist.data.checks import (
-    Array,
-    FeatureScale,
-    check_features,
-    clean_labels,
-    clean_masks,
-    normalize_rows,
-)
+from cimage_dist.data.checks import Array, clean_labels, clean_masks
 from cimage_dist.data.ids import NodeIds, read_ids
 from cimage_dist.data.moments import make_features
 from cimage_dist.data.sources import tables
 from cimage_dist.data.sources.edges import EdgeFile, NodeRows, join
 from cimage_dist.data.sources.raw import RawGraph, edge_chunks, row_chunks
+from cimage_dist.data.sparse import Collected, CsrFeatures, FeatureWriter
 from cimage_dist.data.store import Graph
+from cimage_dist.data.writing import feed_features
 from cimage_dist.errors import UserError
 
 _ADVICE = (
@@ -70,17 +65,18 @@ def graph_of(
     if indices.size == 0:
         raise UserError(f"{where}: all {len(src):,} edges are self-loops, so no edge is left.")
     about = f"features of {where}"
+    rows: Array | CsrFeatures
     if raw.features is None:
         rows = np.concatenate(list(make_features(features, width, indptr, indices)))
     else:
-        given = np.concatenate(list(raw.features()))
-        if given.ndim != 2 or given.dtype.kind not in "iufb":
-            raise UserError(f"{about} must be numbers [N, F]; got {given.dtype} {given.shape}.")
-        rows = np.ascontiguousarray(given, dtype=np.float32)
-        check_features(given, rows, 0, about)
-        rows = normalize_rows(rows, normalize)
-        scale = FeatureScale(rows.shape[1])
-        scale.add(given, rows)
+        writer, scale = feed_features(
+            raw.features(),
+            raw.num_nodes,
+            normalize,
+            about,
+            lambda columns: FeatureWriter((raw.num_nodes, columns), np.float32, Collected),
+        )
+        rows = writer.finish()
         scale.finish(about, rows.dtype)
     found = None if raw.labels is None else clean_labels(raw.labels, raw.num_nodes, where)
     given_masks = {key: _array(mask) for key, mask in (masks or {}).items() if mask is not None}

@@ -13,18 +13,20 @@ laplacian).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from cimage_dist import keyed
 from cimage_dist.data.checks import Array
+from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError
-from cimage_dist.types import FeatureMoments
+from cimage_dist.types import SPARSE_SHARE, FeatureMoments
 
 FULL_WIDTH = 4096
 SAMPLED_ROWS = 4096
-_SPARSE_BELOW = 0.1  # share of non-zeros under which the Gram matrix is summed sparsely
+_CHUNK_VALUES = 1 << 22  # values per chunk when features are read once through
 
 
 def sampled_rows(num_rows: int, count: int, seed: int = 0) -> Array:
@@ -45,7 +47,7 @@ def sampled_rows(num_rows: int, count: int, seed: int = 0) -> Array:
 
 class MomentAccumulator:
     """Feed all rows in order with `add`, then `finish`. Memory: F² float64, or r·F for wide
-    features.
+    features (in single precision, where they are sparse).
     """
 
     def __init__(self, num_rows: int, num_features: int, seed: int = 0) -> None:
@@ -61,34 +63,43 @@ class MomentAccumulator:
             if self._full
             else sampled_rows(num_rows, SAMPLED_ROWS, seed)
         )
-        self._rows: list[Array] = []
+        self._rows: list[Any] = []
 
-    def add(self, rows: Array) -> None:
-        """rows [n, F]; as they are stored, so that fp16 rounding is part of the moments."""
+    def add(self, rows: Any) -> None:
+        """rows [n, F], an array or a scipy matrix; as they are stored, so that fp16 rounding is
+        part of the moments.
+        """
+        from scipy.sparse import csr_array, issparse
+
         rows = rows.astype(np.float64)
-        density = np.count_nonzero(rows) / max(rows.size, 1)
+        count = rows.shape[0]
+        nonzeros = rows.nnz if issparse(rows) else np.count_nonzero(rows)
+        density = nonzeros / max(count * self.num_features, 1)
         if self._shift is None:
             # Products are summed about a point near the mean: no cancellation. Sparse rows keep
             # zero, to stay sparse.
             self._shift = (
-                rows.mean(axis=0)
-                if density >= _SPARSE_BELOW and len(rows)
+                np.asarray(rows.mean(axis=0)).reshape(-1)
+                if density >= SPARSE_SHARE and count
                 else np.zeros(self.num_features)
             )
-        self._sum += rows.sum(axis=0)
-        self._square += np.einsum("nf,nf->f", rows, rows)
-        if self._gram is None:
-            low, high = np.searchsorted(self._ids, [self._seen, self._seen + len(rows)])
-            self._rows.append(rows[self._ids[low:high] - self._seen])
-        elif density < _SPARSE_BELOW and not self._shift.any():
-            from scipy.sparse import csr_array
-
-            sparse = csr_array(rows)
-            self._gram += (sparse.T @ sparse).toarray()
+        self._sum += np.asarray(rows.sum(axis=0)).reshape(-1)
+        if issparse(rows):
+            self._square += np.asarray(rows.multiply(rows).sum(axis=0)).reshape(-1)
         else:
+            self._square += np.einsum("nf,nf->f", rows, rows)
+        if self._gram is None:
+            low, high = np.searchsorted(self._ids, [self._seen, self._seen + count])
+            self._rows.append(rows[self._ids[low:high] - self._seen])
+        elif density < SPARSE_SHARE and not self._shift.any():
+            sparse = csr_array(rows)
+            products = (sparse.T @ sparse).tocoo()
+            self._gram[products.row, products.col] += products.data
+        else:
+            rows = rows.toarray() if issparse(rows) else rows
             rows -= self._shift
             self._gram += rows.T @ rows
-        self._seen += len(rows)
+        self._seen += count
 
     def finish(self) -> FeatureMoments:
         assert self._seen == self.num_rows, f"{self._seen} of {self.num_rows} rows were added"
@@ -99,10 +110,32 @@ class MomentAccumulator:
             offset = mean - self._shift
             cov = torch.from_numpy(self._gram / self.num_rows - np.outer(offset, offset))
         else:
-            factor = torch.from_numpy((np.concatenate(self._rows) - mean) / np.sqrt(len(self._ids)))
+            factor = self._factor(mean)
         return FeatureMoments(
             torch.from_numpy(mean), torch.from_numpy(self._square / self.num_rows), cov, factor
         )
+
+    def _factor(self, mean: Array) -> torch.Tensor:
+        """The sampled rows, centred; sparse ones a chunk at a time, in the stored precision."""
+        root = np.sqrt(len(self._ids))
+        if all(isinstance(rows, np.ndarray) for rows in self._rows):
+            return torch.from_numpy((np.concatenate(self._rows) - mean) / root)
+        factor = np.empty((len(self._ids), self.num_features), dtype=np.float32)
+        begin = 0
+        for rows in self._rows:
+            factor[begin : begin + rows.shape[0]] = (rows.toarray() - mean) / root
+            begin += rows.shape[0]
+        return torch.from_numpy(factor)
+
+
+def moments_of(x: Array | CsrFeatures) -> FeatureMoments:
+    """In one pass over the rows, a few at a time."""
+    moments = MomentAccumulator(*x.shape)
+    step = max(1, _CHUNK_VALUES // max(1, x.shape[1]))
+    for start in range(0, x.shape[0], step):
+        end = min(start + step, x.shape[0])
+        moments.add(x.block(start, end) if isinstance(x, CsrFeatures) else x[start:end])
+    return moments.finish()
 
 
 _CHUNK_ROWS = 1 << 16

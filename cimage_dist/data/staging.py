@@ -47,7 +47,7 @@ def stage(
     storage, folder = open_storage(source)
     manifest_bytes, manifest = _read_manifest(storage, folder, source)
     files = manifest["files"]
-    final = cache / fingerprint_of(files)
+    final = cache / fingerprint_of(manifest)
     partial = cache / f"{artifacts.TMP_PREFIX}{final.name}"
     try:
         with artifacts.locked(

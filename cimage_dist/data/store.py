@@ -3,6 +3,9 @@
 manifest.json  indptr.npy  indices.npy  x.npy  [y.npy]  [mask_train.npy mask_val.npy mask_test.npy]
 feature_mean.npy  feature_sqmean.npy  feature_cov.npy | feature_cov_factor.npy
 [ids.npy [ids_offsets.npy]]  [edge_weight.npy]
+
+Features of which at most a tenth is not zero are in the files of `data/sparse.py` instead of x.npy
+(format version 2), with moments only where these are small beside them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,16 +24,17 @@ from torch import Tensor
 
 from cimage_dist.data.checks import Array
 from cimage_dist.data.ids import ID_FILES, NodeIds
-from cimage_dist.data.moments import MomentAccumulator
+from cimage_dist.data.moments import moments_of
+from cimage_dist.data.sparse import NEEDED_FILES, SPARSE_FILES, CsrFeatures
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
-from cimage_dist.types import FeatureMoments, Topology
+from cimage_dist.types import FeatureMoments, Features, Topology
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 FORMAT = "cimage-graph"
-FORMAT_VERSION = 1
+FORMAT_VERSION, SPARSE_VERSION = 1, 2
 MASKS = ("train", "val", "test")
 MOMENT_FILES = (
     "feature_mean.npy",
@@ -39,7 +43,6 @@ MOMENT_FILES = (
     "feature_cov_factor.npy",
 )
 _AUTO_VERIFY_BYTES = 1 << 30
-_ROWS = 1 << 22  # values per chunk when features are read once through
 
 
 def _shared(array: Array) -> Tensor:
@@ -54,10 +57,10 @@ def _shared(array: Array) -> Tensor:
 class Graph:
     """A symmetric simple graph with node features and, when known, labels and split masks.
 
-    indptr int64 [N+1], indices int32 (int64 from 2³¹ nodes) [E], x float32 or float16 [N, F], y
-    int64 [N] (-1: unlabelled) or None, masks {"train", "val", "test"} bool [N] or [N, S] for S
-    given splits. `ids` are the user's names of the nodes (None: their row numbers), `edge_weight`
-    float32 [E] where weights were kept.
+    indptr int64 [N+1], indices int32 (int64 from 2³¹ nodes) [E], x float32 or float16 [N, F] or
+    sparse rows of that type and shape, y int64 [N] (-1: unlabelled) or None, masks {"train", "val",
+    "test"} bool [N] or [N, S] for S given splits. `ids` are the user's names of the nodes (None:
+    their row numbers), `edge_weight` float32 [E] where weights were kept.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Graph:
         name: str,
         indptr: Array,
         indices: Array,
-        x: Array,
+        x: Array | CsrFeatures,
         y: Array | None = None,
         masks: Mapping[str, Array] | None = None,
         manifest: dict[str, Any] | None = None,
@@ -105,55 +108,42 @@ class Graph:
 
     def features(self) -> Tensor:
         """float32 [N, F]; on the mapped memory when stored so, else a converted copy (use `x` rows
-        for graphs larger than memory).
+        for graphs larger than memory, `rows` to keep sparse features sparse).
         """
-        return self.stored_features().to(torch.float32)
+        found = self.stored_rows()
+        return (found if isinstance(found, Tensor) else found.to_dense()).to(torch.float32)
 
-    def stored_features(self) -> Tensor:
-        """[N, F] in the type they are stored in, on the mapped memory."""
-        return _shared(self.x)
+    def rows(self) -> Features:
+        """The features of all nodes as the encoder takes them, float32 [N, F]: sparse where they
+        are kept so, else as `features`.
+        """
+        return self.stored_rows().to(torch.float32)
+
+    def stored_rows(self) -> Features:
+        """`rows` in the type they are stored in; dense ones on the mapped memory."""
+        return self.x[:] if isinstance(self.x, CsrFeatures) else _shared(self.x)
 
     def labels(self) -> Tensor | None:
         """int64 [N], -1 where unlabelled; None for a graph without labels."""
         return None if self.y is None else _shared(self.y)
 
     def feature_moments(self) -> FeatureMoments:
-        """Mean, second moment and covariance of the features over all nodes (§2.1), float64."""
-        return self._moments
-
-    @cached_property
-    def _moments(self) -> FeatureMoments:
-        if self.path is None:
-            moments = MomentAccumulator(self.num_nodes, self.num_features)
-            step = max(1, _ROWS // max(1, self.num_features))
-            for start in range(0, self.num_nodes, step):
-                moments.add(self.x[start : start + step])
-            return moments.finish().as_stored()
+        """Mean, second moment and covariance of the features over all nodes (§2.1), float64, a
+        factor of the covariance float32; read from the store, or computed. Not kept: they are
+        large.
+        """
+        if self.path is None or MOMENT_FILES[0] not in self.manifest["files"]:
+            return moments_of(self.x).as_stored()
         mean, sqmean, cov, factor = (self._moment_file(name) for name in MOMENT_FILES)
         assert mean is not None and sqmean is not None
+        cov = None if cov is None else cov.double()
         return FeatureMoments(mean, sqmean, cov, factor)
 
     def _moment_file(self, name: str) -> Tensor | None:
         assert self.path is not None
         if name not in self.manifest["files"]:
             return None
-        return torch.from_numpy(_load(self.path / name, mapped=False)).to(torch.float64)
-
-    @property
-    def feature_mean(self) -> Array:
-        return self._moments.mean.numpy()
-
-    @property
-    def feature_sqmean(self) -> Array:
-        return self._moments.sqmean.numpy()
-
-    @property
-    def feature_cov(self) -> Array | None:
-        return None if self._moments.cov is None else self._moments.cov.numpy()
-
-    @property
-    def feature_cov_factor(self) -> Array | None:
-        return None if self._moments.cov_factor is None else self._moments.cov_factor.numpy()
+        return torch.from_numpy(_load(self.path / name, mapped=False))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -162,8 +152,8 @@ class Graph:
         """
         files = self.manifest.get("files")
         if files is not None:
-            return fingerprint_of(files)
-        arrays = {
+            return fingerprint_of(self.manifest)
+        arrays: dict[str, Array | CsrFeatures | None] = {
             "indptr": self.indptr,
             "indices": self.indices,
             "x": self.x,
@@ -174,7 +164,7 @@ class Graph:
         }
         return _digest(
             {
-                k: hashlib.blake2b(np.ascontiguousarray(v).data, digest_size=16).hexdigest()
+                k: _content_digest(v.blocks() if isinstance(v, CsrFeatures) else [v])
                 for k, v in arrays.items()
                 if v is not None
             }
@@ -198,7 +188,7 @@ class Graph:
             manifest["name"],
             _load(path / "indptr.npy"),
             _load(path / "indices.npy"),
-            _load(path / "x.npy"),
+            _load_features(path, manifest),
             y,
             masks,
             manifest,
@@ -303,12 +293,27 @@ def should_verify(files: Mapping[str, Mapping[str, Any]], verify: str) -> bool:
     )
 
 
-def fingerprint_of(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The fingerprint of a store by the `files` of its manifest."""
+def fingerprint_of(manifest: Mapping[str, Any]) -> str:
+    """The fingerprint of a store by its manifest."""
     # Moments follow from the features, up to rounding that may differ between machines.
-    return _digest(
-        {name: facts["blake2b"] for name, facts in files.items() if name not in MOMENT_FILES}
-    )
+    content = {
+        name: facts["blake2b"]
+        for name, facts in manifest["files"].items()
+        if name not in MOMENT_FILES
+    }
+    # Sparse features count as the dense ones they stand for, so that the same graph has the same
+    # name, and the same labels and runs, however it is stored.
+    if dense := manifest.get("dense_x"):
+        content = {name: digest for name, digest in content.items() if name not in SPARSE_FILES}
+        content["x.npy"] = dense
+    return _digest(content)
+
+
+def _content_digest(parts: Iterable[Array]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
 
 
 def _digest(content: dict[str, str]) -> str:
@@ -335,10 +340,10 @@ def check_manifest(manifest: Any, store: str, advice: str) -> dict[str, Any]:
         raise UserError(
             f"{store}/{artifacts.MANIFEST} is not the manifest of a graph store. {advice}"
         )
-    if manifest.get("version") != FORMAT_VERSION:
+    if manifest.get("version") not in (FORMAT_VERSION, SPARSE_VERSION):
         raise UserError(
             f"Graph store {store} has format version {manifest.get('version')}, this program "
-            f"reads version {FORMAT_VERSION}. {advice}"
+            f"reads versions {FORMAT_VERSION} and {SPARSE_VERSION}. {advice}"
         )
     if missing := [key for key in ("name", "counts", "files") if key not in manifest]:
         raise UserError(
@@ -352,6 +357,24 @@ def _rebuild(path: Path) -> str:
         "Run `cimage ingest` with the same data settings to make it again, or delete the "
         f"folder {path}: it is rebuilt on next use."
     )
+
+
+def _load_features(path: Path, manifest: Mapping[str, Any]) -> Array | CsrFeatures:
+    files = manifest["files"]
+    if "x.npy" in files:
+        return _load(path / "x.npy")
+    if missing := [name for name in NEEDED_FILES if name not in files]:
+        raise UserError(
+            f"Graph store {path} is damaged: its manifest names neither x.npy nor {missing[0]}. "
+            f"{_rebuild(path)}"
+        )
+    parts = {name: _load(path / name) for name in SPARSE_FILES if name in files}
+    try:
+        return CsrFeatures.of_store(
+            parts, manifest["counts"]["features"], manifest["dtypes"]["x"]
+        )
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        raise UserError(f"Graph store {path} is damaged: {error}. {_rebuild(path)}") from None
 
 
 def _load(path: Path, mapped: bool = True) -> Array:

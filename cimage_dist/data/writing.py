@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,16 +18,31 @@ from cimage_dist.data.checks import (
     check_rows,
     clean_labels,
     clean_masks,
-    normalize_rows,
+    divided,
+    with_divisor,
 )
-from cimage_dist.data.moments import MomentAccumulator, make_features
+from cimage_dist.data.moments import (
+    FULL_WIDTH,
+    SAMPLED_ROWS,
+    MomentAccumulator,
+    make_features,
+    moments_of,
+)
 from cimage_dist.data.sources.raw import RawGraph
-from cimage_dist.data.store import FORMAT, FORMAT_VERSION, MOMENT_FILES, count_classes
+from cimage_dist.data.sparse import CsrFeatures, FeatureWriter, write_sparse
+from cimage_dist.data.store import (
+    FORMAT,
+    FORMAT_VERSION,
+    MOMENT_FILES,
+    SPARSE_VERSION,
+    count_classes,
+)
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.types import FeatureMoments
 
 Progress = Callable[[str], None]
+_MOMENT_SHARE = 0.25  # of the size of sparse features, up to which moments are stored beside them
 
 
 def write_store(
@@ -58,17 +73,18 @@ def write_store(
         )
     given = raw.features if data.features == "given" else None
     chunks = given() if given else make_features(data.features, data.made_features, indptr, indices)
-    moments, scale = _write_features(
+    written = _write_features(
         chunks,
         raw.num_nodes,
         options["normalize"],
         np.dtype(data.feature_dtype),
         f"features of {where}",
         out,
+        given is not None,
     )
-    warnings += scale.finish(f"features of {where}", data.feature_dtype)
-    statistics["feature_nonzeros"] = int(scale.nonzeros.sum())
-    names += ["indptr.npy", "indices.npy", "x.npy", *_write_moments(moments, out)]
+    warnings += written.scale.finish(f"features of {where}", data.feature_dtype)
+    statistics["feature_nonzeros"] = int(written.scale.nonzeros.sum())
+    names += ["indptr.npy", "indices.npy", *written.names]
     if raw.ids is not None:
         names += raw.ids.write(out)
     if raw.weighted_edges is not None:
@@ -80,12 +96,12 @@ def write_store(
     classes = count_classes(np.load(out / "y.npy", mmap_mode="r")) if "y.npy" in names else 0
     manifest = {
         "format": FORMAT,
-        "version": FORMAT_VERSION,
+        "version": FORMAT_VERSION if "x.npy" in names else SPARSE_VERSION,
         "name": data.name,
         "counts": {
             "nodes": raw.num_nodes,
             "edges": len(indices),
-            "features": len(moments.mean),
+            "features": written.width,
             "classes": classes,
         },
         "dtypes": {
@@ -103,6 +119,8 @@ def write_store(
         "statistics": statistics,
         "notes": raw.notes | ({"warnings": warnings} if warnings else {}),
     }
+    if written.dense_digest is not None:
+        manifest["dense_x"] = written.dense_digest
     artifacts.write_json(out / artifacts.MANIFEST, manifest)
 
 
@@ -154,6 +172,15 @@ def _label_warnings(y: Array, names: list[str] | None, where: str) -> list[str]:
     return []
 
 
+class _Written(NamedTuple):
+    """What became of the features; `dense_digest`: the checksum of x.npy, had sparse ones one."""
+
+    names: list[str]
+    width: int
+    scale: FeatureScale
+    dense_digest: str | None
+
+
 def _write_features(
     chunks: Iterator[Array],
     num_nodes: int,
@@ -161,10 +188,46 @@ def _write_features(
     dtype: np.dtype[Any],
     where: str,
     out: Path,
-) -> tuple[FeatureMoments, FeatureScale]:
+    may_be_sparse: bool,
+) -> _Written:
     moments: MomentAccumulator | None = None
-    scale = FeatureScale(0)
-    writer: NpyWriter | None = None
+
+    def add(rows: Array) -> None:
+        nonlocal moments
+        moments = moments or MomentAccumulator(num_nodes, rows.shape[1])
+        moments.add(rows)
+
+    def open_writer(width: int) -> FeatureWriter:
+        return FeatureWriter(
+            (num_nodes, width),
+            dtype,
+            lambda name, kind, shape: NpyWriter(out / f"{name}.npy", kind, shape),
+            add,
+            may_be_sparse,
+        )
+
+    writer, scale = feed_features(chunks, num_nodes, normalize, where, open_writer)
+    found, width = writer.finish(), writer.shape[1]
+    if not isinstance(found, CsrFeatures):
+        assert moments is not None
+        return _Written(["x.npy", *_write_moments(moments.finish(), out)], width, scale, None)
+    names = write_sparse(found, out)
+    # Computed anew from sparse rows in little time, unless there are very many of these.
+    size = 4 * width * (width if width <= FULL_WIDTH else min(SAMPLED_ROWS, num_nodes))
+    if size <= _MOMENT_SHARE * sum((out / name).stat().st_size for name in names):
+        names += _write_moments(moments_of(found), out)
+    return _Written(names, width, scale, writer.dense_digest())
+
+
+def feed_features(
+    chunks: Iterator[Array],
+    num_nodes: int,
+    normalize: str,
+    where: str,
+    open_writer: Callable[[int], FeatureWriter],
+) -> tuple[FeatureWriter, FeatureScale]:
+    """Check all rows, normalise them and write them to `open_writer(number of columns)`."""
+    scale, writer = FeatureScale(0), None
     try:
         for given in chunks:
             if given.ndim != 2 or given.shape[1] == 0 or given.dtype.kind not in "iufb":
@@ -172,9 +235,8 @@ def _write_features(
                     f"{where} must be a table of numbers with one row per node; got "
                     f"{given.dtype} of shape {given.shape}."
                 )
-            if writer is None or moments is None:
-                writer = NpyWriter(out / "x.npy", dtype, (given.shape[1],))
-                moments = MomentAccumulator(num_nodes, given.shape[1])
+            if writer is None:
+                writer = open_writer(given.shape[1])
                 scale = FeatureScale(given.shape[1])
             if writer.rows + len(given) > num_nodes:
                 check_rows(
@@ -186,17 +248,18 @@ def _write_features(
             with np.errstate(
                 over="ignore"
             ):  # overflow becomes infinite and is reported below, with its place
-                stored = normalize_rows(given, normalize).astype(dtype)
+                kept, divisor = with_divisor(given, normalize)
+                stored = divided(kept, divisor).astype(writer.dtype)
             check_features(given, stored, writer.rows, where)
-            writer.write(stored)
-            moments.add(stored)
+            writer.write(stored, stored if divisor is None else kept, divisor)
             scale.add(given, stored)
-    finally:
+        check_rows(writer.rows if writer else 0, num_nodes, "features", where)
+    except BaseException:
         if writer is not None:
             writer.close()
-    check_rows(writer.rows if writer else 0, num_nodes, "features", where)
-    assert moments is not None
-    return moments.finish(), scale
+        raise
+    assert writer is not None
+    return writer, scale
 
 
 def _write_moments(moments: FeatureMoments, out: Path) -> list[str]:

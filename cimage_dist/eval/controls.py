@@ -16,7 +16,7 @@ from torch import Tensor
 from cimage_dist.eval.links import pick_score, row_scores
 from cimage_dist.eval.logistic import unit_rows
 from cimage_dist.eval.probe import Pool, make_pool, score_rows
-from cimage_dist.types import LinkSplit, NodeSplit, Topology
+from cimage_dist.types import Features, LinkSplit, NodeSplit, Topology
 
 HOPS = (1, 2, 3, 4, 6, 8)
 ALPHAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
@@ -42,7 +42,7 @@ def pagerank_weights(alpha: float, steps: int = STEPS) -> list[float]:
 
 @torch.no_grad()
 def propagate(
-    x: Tensor,
+    x: Features,
     topology: Topology,
     weights: Sequence[Sequence[float]],
     nodes: Tensor | None = None,
@@ -59,7 +59,7 @@ def propagate(
     last = max(len(row) for row in weights)
     for begin in range(0, x.shape[1], _COLUMNS):
         columns = slice(begin, begin + _COLUMNS)
-        power = x[:, columns].float()
+        power = _some_columns(x, columns)
         for s in range(last):
             if s:
                 scaled = power * scale
@@ -72,12 +72,23 @@ def propagate(
     return out
 
 
-def smooth_features(x: Tensor, topology: Topology, hops: int = FIXED_HOPS) -> Tensor:
+def _some_columns(x: Features, columns: slice) -> Tensor:
+    """A range of columns, dense in float32."""
+    if isinstance(x, Tensor):
+        return x[:, columns].float()
+    kept = (x.column >= columns.start) & (x.column < columns.stop)
+    width = min(columns.stop, x.shape[1]) - columns.start
+    out = torch.zeros(x.shape[0], width, device=x.device)
+    out[x.row[kept], x.column[kept] - columns.start] = x.value[kept].float()
+    return out
+
+
+def smooth_features(x: Features, topology: Topology, hops: int = FIXED_HOPS) -> Tensor:
     """Â^hops x, float32 [N, F]."""
     return propagate(x, topology, [hop_weights(hops)])[0]
 
 
-def pagerank_features(x: Tensor, topology: Topology, alpha: float = FIXED_ALPHA) -> Tensor:
+def pagerank_features(x: Features, topology: Topology, alpha: float = FIXED_ALPHA) -> Tensor:
     """h after ten steps of h ← (1-α) Â h + α x, float32 [N, F]."""
     return propagate(x, topology, [pagerank_weights(alpha)])[0]
 
@@ -101,7 +112,7 @@ class Choice:
 
 
 def choose(
-    x: Tensor,
+    x: Features,
     topology: Topology,
     y: Tensor | None,
     split: NodeSplit | None,
@@ -128,7 +139,7 @@ def choose(
     scores = [score(rows) for rows in propagate(x, topology, weights, nodes)]
     hop, alpha = _first_best(scores[: len(HOPS)]), _first_best(scores[len(HOPS) :])
     found = {
-        "raw": score(x[nodes]),
+        "raw": score(propagate(x, topology, [hop_weights(0)], nodes)[0]),
         "smoothed": scores[hop],
         "pagerank": scores[len(HOPS) + alpha],
     }

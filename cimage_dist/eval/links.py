@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.splits import node_split, settled
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
@@ -136,7 +138,7 @@ def make_validator(
     if by == "auto":
         by = "link" if links is not None else "node"
     own = slice(*comm.slice_of(graph.num_nodes))
-    x = compact(graph.stored_features()[own].to(torch.float32))
+    x = compact(rows_at(graph.x, np.arange(own.start, own.stop)).to(torch.float32))
 
     def share(rows: Tensor) -> Tensor:
         return comm.share_rows(rows, graph.num_nodes)

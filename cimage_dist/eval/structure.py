@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cimage_dist import keyed
-from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo import ari, contingency
+from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.types import Topology
 
 NEAREST = 10

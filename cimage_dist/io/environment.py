@@ -58,7 +58,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 def keep_freed_memory() -> None:
     """Let the C library keep freed blocks for the next step instead of handing them back to the
-    system.
+    system; what was freed before goes back.
 
     By default glibc maps every block above 32 MB (and many smaller ones) again, and each page of it
     costs a fault at first touch: on the CPU that is a good part of a training step. Does nothing
@@ -66,10 +66,12 @@ def keep_freed_memory() -> None:
     """
     if sys.platform != "linux":
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the argument is a C int
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the argument is a C int
 
 
 def forget_peak_memory() -> None:

@@ -18,20 +18,25 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.nn.messages import weighted_sum
-from cimage_dist.types import Features, SparseRows
+from cimage_dist.types import SPARSE_SHARE, Features, SparseRows
 
 
-def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+def dropout(x: Tensor, p: float, training: bool, place: Tensor | None = None) -> Tensor:
     """x·m/(1-p), m = 1 with probability 1-p; the identity outside training.
 
     On the CPU m is a hash of (key, position), the key one draw from torch's generator: nothing is
-    stored for the backward pass, and the number of threads does not matter.
+    stored for the backward pass, and the number of threads does not matter. `place` int64 like x:
+    positions to draw by, where x are entries of a larger matrix; these get no gradient.
     """
     if not training or p == 0.0:
         return x
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return F.dropout(x, p, training)
     key = int(torch.randint(2**62, (1,), dtype=torch.int64))
+    if place is not None:
+        from cimage_dist.nn.kernels.cpu.messages import drop_at
+
+        return drop_at(x, place, p, key)
     return cast(Tensor, _Dropout.apply(x, p, key))
 
 
@@ -50,15 +55,22 @@ class _Dropout(torch.autograd.Function):
         return drop(grads[0], ctx.p, ctx.key), None, None
 
 
-_SPARSE_BELOW = 0.1  # share of non-zeros; above it the dense product is faster on a CPU
+def placed(x: Features, device: torch.device, dtype: torch.dtype) -> Features:
+    """x on a device in a type. Sparse rows become dense off the CPU, where dense products are
+    faster.
+    """
+    x = x.to(device, dtype)
+    return x if isinstance(x, Tensor) or device.type == "cpu" else x.to_dense()
 
 
-def compact(x_NF: Tensor) -> Features:
+def compact(x_NF: Features) -> Features:
     """Sparse where that is faster: on the CPU, with few non-zeros."""
+    if isinstance(x_NF, SparseRows):
+        return x_NF
     if (
         x_NF.device.type != "cpu"
         or not x_NF.numel()
-        or int(torch.count_nonzero(x_NF)) > _SPARSE_BELOW * x_NF.numel()
+        or int(torch.count_nonzero(x_NF)) > SPARSE_SHARE * x_NF.numel()
     ):
         return x_NF
     row, column = x_NF.nonzero(as_tuple=True)
@@ -82,6 +94,7 @@ def project_rows(x: Features, linear: nn.Linear, rate: float, training: bool) ->
     if isinstance(x, Tensor):
         out: Tensor = linear(dropout(x, rate, training))
         return out
-    value = dropout(x.value, rate, training)
+    place = x.row * x.shape[1] + x.column if x.draws_by_place and training and rate else None
+    value = dropout(x.value, rate, training, place)
     base = linear.bias.expand(x.shape[0], -1)
     return weighted_sum(base, linear.weight.t(), value, x.column, x.row)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
+from cimage_dist.nn.features import placed
 from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.nn.propagate import RowPropagation
 from cimage_dist.nn.routing import normalize_factors, use_fused
@@ -90,14 +91,10 @@ def encode_share(
 def _projected(encoder: Encoder, x: Features, max_floats: int) -> Tensor:
     """[T, K, C]"""
     weight, cfg = encoder.linear.weight, encoder.cfg
-    if not isinstance(x, Tensor):
-        return encoder.project(x.to(weight.dtype))
     step = max(1, max_floats // max(cfg.num_factors * cfg.factor_dim, x.shape[1]))
+    parts = x.split(step) if x.shape[0] else [x]
     return torch.cat(
-        [
-            encoder.project(part.to(weight.device, weight.dtype))
-            for part in (x.split(step) if x.shape[0] else [x])
-        ]
+        [encoder.project(placed(part, weight.device, weight.dtype)) for part in parts]
     )
 
 
@@ -184,7 +181,7 @@ def encode_rows(
     stage: int,
     rows: slice,
     topology: Topology,
-    read: Callable[[Tensor], Tensor],
+    read: Callable[[Tensor], Features],
     read_start: Callable[[Tensor], Tensor] | None = None,
     max_floats: int = MAX_FLOATS,
 ) -> Iterator[Tensor]:
@@ -203,10 +200,12 @@ def encode_rows(
         step = max(1, max_floats // max(width, encoder.linear.in_features))
         for begin in range(rows.start, rows.stop, step):
             x = read(torch.arange(begin, min(begin + step, rows.stop)))
-            yield encoder.project(x.to(weight.device, weight.dtype)).flatten(1).float().cpu()
+            projected = encoder.project(placed(x, weight.device, weight.dtype))
+            yield projected.flatten(1).float().cpu()
         return
 
-    def factors(flat: Tensor) -> Tensor:
+    def factors(flat: Features) -> Tensor:
+        assert isinstance(flat, Tensor)
         return flat.to(weight.device, weight.dtype).view(-1, cfg.num_factors, cfg.factor_dim)
 
     for part in target_ranges(topology, width, max_floats, rows):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,25 @@ class FactorDecoder(nn.Module):
         return cast(Tensor, self.layers[-1](x)).view_as(z_nKC)
 
 
+class _PairProducts(torch.autograd.Function):
+    """z[u] ⊙ z[v] of pairs, [n, D]. The rows are gathered again in the backward pass: kept, they
+    are the largest tensors of a step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(z, pairs)
+        return z.index_select(0, pairs[:, 0]) * z.index_select(0, pairs[:, 1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        z, pairs = ctx.saved_tensors
+        u, v = pairs[:, 0], pairs[:, 1]
+        grad = grads[0]
+        ends = torch.zeros_like(z).index_add_(0, v, grad * z.index_select(0, u))
+        return ends + torch.zeros_like(z).index_add_(0, u, grad * z.index_select(0, v)), None
+
+
 class StructureDecoder(nn.Module):
     """logit(u, v) = MLP(z_u ⊙ z_v) (§5.2): every layer but the last is dropout -> Linear -> ReLU,
     the last is Linear to 1.
@@ -57,8 +76,7 @@ class StructureDecoder(nn.Module):
 
     def forward(self, z: Tensor, pairs: Tensor) -> Tensor:
         """z [N, ...] flattened per node, pairs int64 [n, 2] -> logits [n]."""
-        flat = z.flatten(1)
-        x = flat.index_select(0, pairs[:, 0]) * flat.index_select(0, pairs[:, 1])
+        x = cast(Tensor, _PairProducts.apply(z.flatten(1), pairs))
         for layer in self.layers[:-1]:
             x = torch.relu(layer(dropout(x, self.dropout, self.training)))
         return cast(Tensor, self.layers[-1](x)).squeeze(-1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cimage_dist.nn.features import project_rows
+from cimage_dist.nn.features import placed, project_rows
 from cimage_dist.types import FeatureMoments, Features
 
 
@@ -101,10 +101,9 @@ def settle(norm: nn.Module, linear: nn.Linear, x: Features, rows: int = 1 << 14)
         return
     count, weight = x.shape[0], linear.weight
     total, square = (weight.new_zeros(linear.out_features, dtype=torch.float64) for _ in range(2))
-    for part in x.split(rows) if isinstance(x, Tensor) else [x]:
-        if isinstance(part, Tensor):
-            part = part.to(weight.device)
-        wide = project_rows(part.to(weight.dtype), linear, 0.0, False).double()
+    is_whole = not isinstance(x, Tensor) and weight.device.type == "cpu"
+    for part in [x] if is_whole else x.split(rows):
+        wide = project_rows(placed(part, weight.device, weight.dtype), linear, 0.0, False).double()
         total += wide.sum(0)
         square += wide.square().sum(0)
     mean = total / count

@@ -30,6 +30,7 @@ from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.data.ids import NodeIds
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
@@ -39,6 +40,7 @@ from cimage_dist.nn.inference import MAX_FLOATS, encode_rows, num_stages, reach
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.train.refresh import SampledEmbedder
 from cimage_dist.train.trainer import pick_device
+from cimage_dist.types import Features
 
 PART_ROWS = 65_536
 MAX_PARTS = 512  # a process keeps a part open for each
@@ -148,8 +150,8 @@ class Bench:
         ):
             yield chunk.numpy()
 
-    def _features(self, gids: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(self.graph.x[gids.numpy()]))
+    def _features(self, gids: Tensor) -> Features:
+        return rows_at(self.graph.x, gids.numpy())
 
     def _rows_of(self, stage: int) -> Callable[[Tensor], Tensor]:
         # No reader of a pass before: an open map would keep a buffer on disk after its removal.

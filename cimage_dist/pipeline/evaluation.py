@@ -255,13 +255,13 @@ def control_rows(
     Hops and α are chosen on training and validation nodes, without labels on validation edges, as
     `chosen_by` records.
     """
-    x, width = graph.features(), used.num_factors * used.factor_dim
+    x, width = graph.rows(), used.num_factors * used.factor_dim
     split, _ = stages.node_split_or_reason(graph, cfg)
     note("choosing hops and teleport of the controls")
     choice = choose(x, topology, graph.labels(), split, links)
     by = {"chosen_by": choice.by}
-    best = x
-    yield "raw", x, {"width": x.shape[1]}
+    best = None
+    yield "raw", graph.features(), {"width": x.shape[1]}
     matrix = smooth_features(x, topology, choice.hops)
     best = matrix if choice.best == "smoothed" else best
     yield "smoothed", matrix, {"width": x.shape[1], "hops": choice.hops, **by}
@@ -270,7 +270,7 @@ def control_rows(
     about = {"alpha": choice.alpha, "steps": STEPS, **by}
     yield "pagerank", matrix, {"width": x.shape[1], **about}
     del matrix
-    matrix = principal_components(best, width)
+    matrix = principal_components(graph.features() if best is None else best, width)
     yield "pca", matrix, {"width": matrix.shape[1], "of": choice.best}
     encoder = stages.untrained_model(cfg, graph, used).encoder
     settle(encoder.norm, encoder.linear, x)

@@ -425,7 +425,7 @@ def embed(
         note(f"embeddings of step {saved.step} are there already")
     elif execute is None and chosen is None and graph.num_nodes <= part_rows:
         topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-        z = embed_graph(model.encoder, graph.stored_features(), topology).numpy()
+        z = embed_graph(model.encoder, graph.stored_rows(), topology).numpy()
         with artifacts.committed_dir(folder) as tmp:
             files = RowFiles(tmp, z.shape[0], z.shape[1], part_rows)
             files.write(0, [z])

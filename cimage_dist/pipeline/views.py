@@ -29,7 +29,7 @@ def view_scores(cfg: Config, graph: Graph, read_test: bool = False) -> dict[str,
     if not 0 < int(chosen.sum()) < chosen.numel():
         return None
     topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-    z = embed_graph(model.encoder, graph.features(), topology).view(
+    z = embed_graph(model.encoder, graph.rows(), topology).view(
         graph.num_nodes, cfg.model.num_factors, -1
     )
     found: dict[str, float] = {"f1_factors": float(chosen.sum())}

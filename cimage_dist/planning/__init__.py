@@ -60,7 +60,7 @@ def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
     # is short.
     shrunk = replace(cfg, resources=replace(res, num_workers=res.min_workers or res.num_workers))
     rows, found_by = rows_per_step(shrunk, size, edges, per_epoch)
-    played = play(cfg, size.features, num_clusters(cfg, size), rows)
+    played = play(cfg, size.features, num_clusters(cfg, size), rows, size.entries_per_node)
     use_cuda = res.device == "cuda" or (res.device == "auto" and torch.cuda.is_available())
     memory = estimate(shrunk, size, edges, rows, played, use_cuda)
     world = res.num_workers

@@ -21,6 +21,7 @@ from cimage_dist.config import Config
 from cimage_dist.errors import UserError
 from cimage_dist.planning.play import SECOND, Played, Rows
 from cimage_dist.planning.sizes import GraphSize, masked_edges, neighbourhood, slices
+from cimage_dist.pseudo.propagated import settings_for
 from cimage_dist.train.initial import method_for
 
 _FEW_EDGES = 64
@@ -157,6 +158,7 @@ CUDA_BYTES = 1_500_000_000  # context, kernels and NCCL's buffers
 # of the widest tensor, beside what is kept between the passes; near what single-threaded CPU steps
 # peak at
 WORKING_COPIES = 6
+_ENTRY_BYTES = 16  # row and column of a feature that is not zero
 _PIECE_NODES = 2048  # nodes embedded at a time in a refresh (train/embedder.py)
 _GROUP_BLOCKS = 16  # HSIC blocks computed at a time (stats/hsic.py)
 _FIT_ROWS, _ASSIGN_ROWS = 100_000, 50_000  # of k-means for the initial labels (train/initial.py)
@@ -221,12 +223,15 @@ def _sampled(cfg: Config, size: GraphSize, edges: int, rows: Rows) -> list[Part]
     copied = 8 * edges if sampler.backend in ("pyg-lib", "torch-sparse") else 0
     loaders = LOADER_BYTES * sampler.loader_processes
     wide = np.dtype(cfg.data.feature_dtype).itemsize + 4  # as stored, and in single precision
+    read = nodes * size.features * wide
+    if size.entries is not None:
+        read = sum(rows[f"entries{view}"] for view in views) * (_ENTRY_BYTES + wide)
     return [
         Part("edges before each row, int64", "host", "always", 8 * (size.nodes + 1)),
         Part("sampler's 64-bit copy of the columns", "host", "always", copied),
         Part("loader processes (assumed)", "host", "always", loaders),
         Part("prefetched batches", "host", "step", batches),
-        Part("feature rows being read", "host", "step", nodes * size.features * wide),
+        Part("feature rows being read", "host", "step", read),
     ]
 
 
@@ -240,15 +245,17 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
     own = slices(min(2 * ci.max_samples, size.nodes) if is_sampled else size.nodes, world)[1]
     if is_sampled:
         nodes, _ = neighbourhood(min(_PIECE_NODES, own), cfg.sampler.fanouts, size.nodes, edges)
-        embedding = 4 * sum(nodes) * (size.features + 3 * width)
+        embedding = sum(nodes) * (_row_bytes(size) + 4 * 3 * width)
     else:
         embedding = 4 * size.nodes * 4 * width
-    method, values = method_for(cfg.cluster.init, size.nodes), size.nodes * size.features
+    method = method_for(cfg.cluster.init, size.nodes)
     is_whole = method in WHOLE_FEATURES
-    converted = 4 * values if is_whole and cfg.data.feature_dtype == "float16" else 0
+    # Sparse rows are read from the store, dense ones mapped unless they are to be converted.
+    is_copied = cfg.data.feature_dtype == "float16" or size.entries is not None
+    converted = size.nodes * _row_bytes(size) if is_whole and is_copied else 0
     first = 8 * size.nodes if method == "selfkmeans" and is_sampled else 0
     fitted = min(size.nodes / world, _FIT_ROWS if size.nodes <= _FIT_ROWS else _ASSIGN_ROWS)
-    smoothed = 8 * values / world if is_whole else 0
+    smoothed = _smoothed_bytes(size, world) if is_whole else 0
     solver = 8 * 8 * scored**2 + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * scored
     kept: Phase = "set-up" if is_sampled else "always"
     return [
@@ -264,6 +271,19 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
         Part("averaged HSIC statistics", "host", "always", 8 * scored**2 if ci.average else 0),
         Part("HSIC statistics and solver", "host", "refresh", solver),
     ]
+
+
+def _row_bytes(size: GraphSize) -> float:
+    """A row of features in single precision."""
+    if size.entries_per_node is None:
+        return 4.0 * size.features
+    return size.entries_per_node * (_ENTRY_BYTES + 4)
+
+
+def _smoothed_bytes(size: GraphSize, world: int) -> float:
+    """A worker's columns of all nodes, and its rows where these are others."""
+    width = min(size.features, settings_for(size.nodes).width)
+    return (4 if world == 1 else 8) * size.nodes * width / world
 
 
 def refresh_rows(cfg: Config, size: GraphSize) -> tuple[int, int]:

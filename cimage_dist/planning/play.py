@@ -24,6 +24,7 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.build import csc_in_memory
+from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted
 from cimage_dist.train.loop import worker
@@ -175,14 +176,21 @@ class Played:
     kept: RowBytes
 
 
-def play(cfg: Config, num_features: int, num_clusters: int, rows: Rows) -> Played:
+def play(
+    cfg: Config,
+    num_features: int,
+    num_clusters: int,
+    rows: Rows,
+    entries_per_node: float | None = None,
+) -> Played:
     """Play rank 0, which does all that others do and hands out the labels. `rows`: the real sizes,
-    which decide between kinds of equal size.
+    which decide between kinds of equal size. `entries_per_node` of sparse features; None: dense.
     """
     world = cfg.resources.num_workers
     small = _small(cfg, num_clusters)
     nodes = max(_SAMPLED_NODES if cfg.sampler.fanouts else _FULL_NODES, 2 * world)
-    graph = _graph(nodes, num_features, num_clusters)
+    entries = None if entries_per_node is None else max(1, round(entries_per_node))
+    graph = _graph(nodes, num_features, num_clusters, entries)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), fake_comm(world) as comm:
         # Torch's remarks on how it is called belong to a real run, and scores of a made-up graph
         # mean nothing.
@@ -221,11 +229,21 @@ def _small(cfg: Config, num_clusters: int) -> Config:
     )
 
 
-def _graph(num_nodes: int, num_features: int, num_classes: int) -> Graph:
+def _graph(num_nodes: int, num_features: int, num_classes: int, entries: int | None) -> Graph:
+    """Random edges and features, these with so many `entries` in a row or dense."""
     key = keyed.derive(_SEED, 1)
     ends = keyed.integers(key, torch.arange(num_nodes * _DEGREE), num_nodes).view(2, -1).numpy()
     indptr, indices, _ = csc_in_memory(num_nodes, ends[0], ends[1])
-    x = torch.randn(num_nodes, num_features, generator=torch.Generator().manual_seed(_SEED)).numpy()
+    shape = (num_nodes, num_features if entries is None else entries)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(_SEED)).numpy()
+    x: np.ndarray | CsrFeatures = values
+    if entries is not None:
+        stride = num_features // entries
+        columns = np.arange(entries) * stride + np.arange(num_nodes)[:, None] % stride
+        pointers = np.arange(0, values.size + 1, entries)
+        x = CsrFeatures(
+            pointers, columns.ravel(), values.ravel(), None, None, num_features, np.float32
+        )
     return Graph("plan", indptr, indices, x, np.arange(num_nodes) % max(num_classes, 1))
 
 
@@ -312,6 +330,9 @@ def rows_of(batch: Batch) -> Rows:
     """
     endpoints, second = batch.nodes.numel(), batch.second
     rows: Rows = {"pairs": len(batch.pairs), "positives": batch.num_pos, "endpoints": endpoints}
+    for view, name in ((batch, ""), (second, SECOND)):
+        if view is not None and isinstance(view.x, SparseRows):
+            rows[f"entries{name}"] = view.x.value.numel()
     if batch.hops is None:
         own_edges = 0 if batch.modularity is None else batch.modularity.src.numel()
         rows |= {"nodes": batch.x.shape[0], "messages": batch.edges.src.numel()}

@@ -17,7 +17,7 @@ from cimage_dist.config import Config, DataConfig
 from cimage_dist.data.ingest import store_path
 from cimage_dist.data.splits import num_training_edges, training_graph
 from cimage_dist.data.staging import is_url
-from cimage_dist.data.store import Graph, read_manifest
+from cimage_dist.data.store import SPARSE_VERSION, Graph, read_manifest
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.planning.play import SECOND, Rows, hop_rows
@@ -41,13 +41,15 @@ PUBLISHED = {
     "ogbn-products": (2_449_029, 2 * 61_859_140, 100, 47),
     "ogbn-papers100m": (111_059_956, 2 * 1_615_685_872, 128, 172),
 }
+# Features that are not zero, of those that ingest stores sparse.
+_ENTRIES = {"forum": 66_149, "cora": 49_216, "citeseer": 105_165}
 _INT32_NODES = 2**31
 
 
 @dataclass(frozen=True)
 class GraphSize:
     """`edges` counts both directions; `store_bytes` is what every machine keeps on disk once,
-    mapped by all its workers.
+    mapped by all its workers. `entries`: non-zero features where they are stored sparse, else None.
     """
 
     nodes: int
@@ -57,6 +59,11 @@ class GraphSize:
     store_bytes: int
     origin: str
     store: Path | None = None
+    entries: int | None = None
+
+    @property
+    def entries_per_node(self) -> float | None:
+        return None if self.entries is None else self.entries / self.nodes
 
 
 def graph_size(data: DataConfig) -> GraphSize:
@@ -72,7 +79,10 @@ def graph_size(data: DataConfig) -> GraphSize:
         manifest = read_manifest(store)
         counts = {k: manifest["counts"][k] for k in ("nodes", "edges", "features", "classes")}
         stored = sum(facts["bytes"] for facts in manifest["files"].values())
-        return GraphSize(**counts, store_bytes=stored, origin=f"store {store}", store=store)
+        is_sparse = manifest["version"] == SPARSE_VERSION
+        entries = manifest["statistics"]["feature_nonzeros"] if is_sparse else None
+        origin = f"store {store}"
+        return GraphSize(**counts, store_bytes=stored, origin=origin, store=store, entries=entries)
     if given is not None:
         raise UserError(
             f"data.path={data.path} has not been ingested, so its size is not known. Run "
@@ -87,10 +97,11 @@ def graph_size(data: DataConfig) -> GraphSize:
     else:
         nodes, edges, features, classes = PUBLISHED[data.name]
         origin = "published size; no store on disk"
+    entries = _ENTRIES.get(data.name)
     if data.features != "given":
-        features = 2 if data.features == "degree" else data.made_features
-    stored = _store_bytes(nodes, edges, features, data.feature_dtype)
-    return GraphSize(nodes, edges, features, classes, stored, origin)
+        entries, features = None, 2 if data.features == "degree" else data.made_features
+    stored = _store_bytes(nodes, edges, features, data.feature_dtype, entries)
+    return GraphSize(nodes, edges, features, classes, stored, origin, entries=entries)
 
 
 def training_edges(size: GraphSize, data: DataConfig) -> int:
@@ -99,11 +110,14 @@ def training_edges(size: GraphSize, data: DataConfig) -> int:
     return num_training_edges(size.edges, data)
 
 
-def _store_bytes(nodes: int, edges: int, features: int, dtype: str) -> int:
-    """indptr, indices, x, y, three masks, moments: the files that `graph/write.py` makes."""
+def _store_bytes(nodes: int, edges: int, features: int, dtype: str, entries: int | None) -> int:
+    """indptr, indices, x, y, three masks, moments: the files that `data/writing.py` makes."""
     index = 4 if nodes < _INT32_NODES else 8
-    topology, x = 8 * (nodes + 1) + index * edges, nodes * features * np.dtype(dtype).itemsize
-    return topology + x + 11 * nodes + 4 * (features * features + 2 * features)
+    if entries is None:
+        x = nodes * features * np.dtype(dtype).itemsize + 4 * (features * features + 2 * features)
+    else:  # pointers, divisors, columns, values; moments are not stored
+        x = 12 * nodes + (2 + 4) * entries
+    return 8 * (nodes + 1) + index * edges + x + 11 * nodes
 
 
 _READ_UP_TO_NODES = 5_000_000  # beyond, the pass over all rows that numbers the edges takes minutes
@@ -129,12 +143,20 @@ def rows_per_step(
     has_negatives, has_second = cfg.loss.structure_weight > 0, cfg.loss.redundancy_weight > 0
     pairs = (1.0 + has_negatives) * share
     rows = {"pairs": pairs, "positives": float(share), "endpoints": 2.0 * share}
+    found_by = "a bound: every node has as many neighbours as the fan-out asks for"
     if size.store is not None and size.nodes <= _READ_UP_TO_NODES:
-        return rows | _sampled_rows(cfg, size), "the first batch, sampled from the store"
-    rows |= hop_rows(*neighbourhood(2 * pairs, cfg.sampler.fanouts, size.nodes, edges))
-    if has_second:
-        rows |= hop_rows(*neighbourhood(2 * share, cfg.sampler.fanouts, size.nodes, edges), SECOND)
-    return rows, "a bound: every node has as many neighbours as the fan-out asks for"
+        rows |= _sampled_rows(cfg, size)
+        found_by = "the first batch, sampled from the store"
+    else:
+        rows |= hop_rows(*neighbourhood(2 * pairs, cfg.sampler.fanouts, size.nodes, edges))
+        if has_second:
+            ends = neighbourhood(2 * share, cfg.sampler.fanouts, size.nodes, edges)
+            rows |= hop_rows(*ends, SECOND)
+    if size.entries_per_node is not None:
+        for view in ("", SECOND) if has_second else ("",):
+            nodes = rows[f"nodes within {len(cfg.sampler.fanouts)}{view}"]
+            rows[f"entries{view}"] = nodes * size.entries_per_node
+    return rows, found_by
 
 
 def neighbourhood(
@@ -187,6 +209,8 @@ def _full_graph_rows(cfg: Config, size: GraphSize, edges: int, batches_per_epoch
         "messages": float(edges),
         "own messages": float(slices(edges, world)[1]),
     }
+    if size.entries is not None:
+        rows |= {"entries": float(size.entries), f"entries{SECOND}": float(size.entries)}
     if cfg.loss.redundancy_weight > 0:
         rows[f"messages{SECOND}"] = float(edges)
     return rows

@@ -26,7 +26,7 @@ _IDS_PER_CHUNK = 1 << 16
 _SAMPLE_PER_CLUSTER = 256
 # Rows are finite by the time they are added; sums over a row may be taken in vector order.
 _FAST = {"nnan", "ninf", "nsz", "reassoc", "contract"}
-_VECTOR = 16
+_VECTOR, _SUM_COLUMNS = 16, 512
 _FAR = 3e38
 _TIE = 1e-9  # relative difference of inertia below which the earlier start is kept
 
@@ -379,7 +379,9 @@ def _sums(x: Tensor, chunk_rows: int) -> Tensor:
     """Sum of the rows and, last, of their squared norms: float64 [D + 1]."""
     total = torch.zeros(x.shape[1] + 1, dtype=torch.float64, device=x.device)
     for chunk in x.split(chunk_rows):
-        total[:-1] += chunk.sum(0, dtype=torch.float64)
+        # A few columns at a time: torch converts all that it is to sum in another type.
+        sums = [part.sum(0, dtype=torch.float64) for part in chunk.split(_SUM_COLUMNS, dim=1)]
+        total[:-1] += torch.cat(sums)
         norms = torch.linalg.vector_norm(chunk.to(_compute_dtype(x)), dim=1)
         total[-1] += norms.square().sum(dtype=torch.float64)
     return total

@@ -21,7 +21,6 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.losses.modularity import unit_rows
 from cimage_dist.nn.messages import weighted_sum
 from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.kmeans import assign, kmeans
@@ -61,11 +60,12 @@ def estimate_clusters(
     rows_nD = propagated_rows(x, topology, settings, seed, comm, tick)
     gids = torch.arange(*comm.slice_of(topology.num_nodes), device=rows_nD.device)
     chosen = sampled(gids, topology.num_nodes, settings.fit_rows, seed)
+    fitted = rows_nD if bool(chosen.all()) else rows_nD[chosen]
     counts = candidates(topology.num_nodes)
     best, highest, since = counts[0], -1.0, 0
     for step, count in enumerate(counts):
         rest: dict[str, Any] = {"comm": comm, "gids": gids[chosen], "restarts": _RESTARTS}
-        centres = kmeans(rows_nD[chosen], count, seed=seed, **rest).centres
+        centres = kmeans(fitted, count, seed=seed, **rest).centres
         labels = comm.gather_rows(assign(rows_nD, centres)[0])
         value = hard_modularity(labels.cpu(), topology, comm)
         tick(step + 1, len(counts), {"clusters": count, "modularity": value}, "number of clusters")
@@ -129,7 +129,8 @@ def propagated_labels(
     gids = torch.arange(*comm.slice_of(topology.num_nodes), device=rows_nD.device)
     chosen = sampled(gids, topology.num_nodes, settings.fit_rows, seed)
     rest: dict[str, Any] = {"comm": comm, "gids": gids[chosen], "restarts": settings.restarts}
-    found = kmeans(rows_nD[chosen], num_clusters, seed=seed, **rest)
+    fitted = rows_nD if bool(chosen.all()) else rows_nD[chosen]
+    found = kmeans(fitted, num_clusters, seed=seed, **rest)
     labels, confidence, _ = assign(rows_nD, found.centres)
     last = settings.hops + 1
     tick(last, last, {"loss": found.inertia}, "k-means on propagated features")
@@ -140,7 +141,9 @@ def propagated_rows(
     x: Features, topology: Topology, settings: PropagatedSettings, seed: int, comm: Comm, tick: Tick
 ) -> Tensor:
     """Collective: the unit rows of Â^p X of this rank's nodes, [n, D]."""
-    return unit_rows(columns_to_rows(_propagate(x, topology, settings, seed, comm, tick), comm))
+    rows_nD = columns_to_rows(_propagate(x, topology, settings, seed, comm, tick), comm)
+    # In place, as there may be a gigabyte of them.
+    return rows_nD.div_(torch.linalg.vector_norm(rows_nD, dim=1, keepdim=True).clamp(min=1e-12))
 
 
 def check_input(x: Features, topology: Topology, num_clusters: int, method: str) -> None:

@@ -209,7 +209,7 @@ def mistake_charts(
         return []
     ours = linear_probe(z, y, blind, cfg.eval, cfg.run.seed, num_classes=graph.num_classes).pred
     smoothed = linear_probe(
-        smooth_features(graph.features(), topology, hops),
+        smooth_features(graph.rows(), topology, hops),
         y,
         blind,
         cfg.eval,

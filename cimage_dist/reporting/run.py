@@ -22,6 +22,7 @@ from cimage_dist.eval.controls import FIXED_HOPS
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.rows import open_rows
+from cimage_dist.nn.features import placed
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import evaluate_run
@@ -338,7 +339,7 @@ def _factors(cfg: Config, graph: Graph, topology: Any, encoder: Any, gids: Tenso
     embedder = (
         SampledEmbedder(graph.x, topology, cfg, device)
         if cfg.sampler.fanouts
-        else FullEmbedder(graph.features().to(device), topology)
+        else FullEmbedder(placed(graph.rows(), device, torch.float32), topology)
     )
     h = embedder(encoder, gids, 0).h.cpu()
     return normalize_factors(h) if cfg.ci.normalize else h

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cimage_dist import keyed
 from cimage_dist.config import Config
+from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError
 from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.sampler import NeighbourSampler
@@ -50,7 +51,7 @@ class BatchSource(Dataset[Batch]):
         hide_rate: float = 0.0,
         rescale: bool = True,
         backend: str = "auto",
-        features: NDArray[Any] | None = None,
+        features: NDArray[Any] | CsrFeatures | None = None,
         views: int = 1,
         has_negatives: bool = True,
     ) -> None:
@@ -79,7 +80,7 @@ class BatchSource(Dataset[Batch]):
         cfg: Config,
         rank: int,
         world: int,
-        features: NDArray[Any] | None = None,
+        features: NDArray[Any] | CsrFeatures | None = None,
     ) -> BatchSource:
         """As a config has it."""
         sampler = cfg.sampler

@@ -17,6 +17,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.data.sparse import CsrFeatures, rows_at
 from cimage_dist.errors import UserError
 from cimage_dist.sampling import csr
 from cimage_dist.sampling.csr import CsrGraph, Selection
 from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.seeds import IntArray
-from cimage_dist.types import EdgeList, Hops, View
+from cimage_dist.types import EdgeList, Features, Hops, SparseRows, View
 
 log = logging.getLogger("cimage")
 
@@ -164,7 +166,7 @@ class NeighbourSampler:
         seeds: NDArray[np.int64],
         key: int,
         hidden: HiddenEdges | None = None,
-        features: NDArray[Any] | None = None,
+        features: NDArray[Any] | CsrFeatures | None = None,
     ) -> View:
         """The neighbourhoods of `seeds` (gids, repeats allowed), fanouts[h] neighbours without
         replacement in hop h, -1 for all.
@@ -179,7 +181,7 @@ class NeighbourSampler:
         hidden edges, so it is the same whichever batch, rank or process asks. Hidden edges are
         taken away before the draw, so a fan-out counts visible neighbours; `csr` states the
         distribution and when a degree is exact. x are the rows of `features`, if given, in their
-        own type.
+        own type, sparse where these are.
         """
         seeds, graph = np.asarray(seeds, dtype=np.int64), self.graph
         hidden = hide(self.num_nodes) if hidden is None else hidden
@@ -210,7 +212,7 @@ class NeighbourSampler:
         degree = hidden.expected_visible(nodes, graph.indptr[nodes + 1] - graph.indptr[nodes])
         weights = np.concatenate(weight).astype(np.float32) if self.is_weighted else None
         return View(
-            x=torch.empty(len(nodes), 0) if features is None else torch.from_numpy(features[nodes]),
+            x=_rows_of(features, nodes),
             edges=EdgeList(
                 torch.from_numpy(np.concatenate(src)),
                 torch.from_numpy(np.concatenate(dst)),
@@ -282,6 +284,14 @@ class NeighbourSampler:
         entry = np.concatenate([entry[stays], again.entry])
         kept[short], visible[short] = again.kept, again.visible
         return Selection(entry[np.lexsort((entry, row))], kept, visible)
+
+
+def _rows_of(features: NDArray[Any] | CsrFeatures | None, nodes: NDArray[np.int64]) -> Features:
+    if features is None:
+        return torch.empty(len(nodes), 0)
+    found = rows_at(features, nodes)
+    # A sampled run is the same run whether its features are stored sparse or dense.
+    return replace(found, draws_by_place=True) if isinstance(found, SparseRows) else found
 
 
 def _surplus(targets: NDArray[np.int64], fanout: int, hidden: HiddenEdges) -> int:

@@ -11,15 +11,15 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.nn.features import drop_columns
+from cimage_dist.data.sparse import CsrFeatures
+from cimage_dist.nn.features import drop_columns, placed
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
 from cimage_dist.sampling.masking import MaskedGraph, PathMasker, most_masked
-from cimage_dist.types import Batch, EdgeList, Features, Topology, View
+from cimage_dist.types import Batch, EdgeList, Features, SparseRows, Topology, View
 
 ViewT = TypeVar("ViewT", bound=View)
 
@@ -128,13 +128,13 @@ class SampledBatches:
     """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges
     (§3.3, §11.1).
 
-    `features` [N, F] is the store's array as it is: a mapped file stays on disk, in its own type,
-    and only the rows of a batch are read.
+    `features` [N, F] is the store's array as it is, dense or sparse: a mapped file stays on disk,
+    in its own type, and only the rows of a batch are read.
     """
 
     def __init__(
         self,
-        features: np.ndarray,
+        features: np.ndarray | CsrFeatures,
         topology: Topology,
         cfg: Config,
         comm: Comm,
@@ -151,8 +151,9 @@ class SampledBatches:
         return replace(self._seen(batch, step, 0), second=second)
 
     def _seen(self, view: ViewT, step: int, number: int) -> ViewT:
-        assert isinstance(view.x, Tensor)
-        x = view.x.to(torch.get_default_dtype())
+        x = placed(view.x, self.device, torch.get_default_dtype())
+        if isinstance(x, SparseRows) and self.cfg.train.precision == "bfloat16":
+            x = x.to_dense()  # autocast is for dense products only
         return replace(view, x=_columns(x, self.cfg, step, number))
 
     def iterate(self, start: int, end: int) -> Iterator[Batch]:

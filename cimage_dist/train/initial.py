@@ -213,7 +213,7 @@ def number_of_clusters(
         return cfg.cluster.num_clusters
     if graph.num_classes >= 2 and cfg.cluster.num_clusters is None:
         return graph.num_classes
-    x = compact(graph.features().to(torch.get_default_dtype()))
+    x = compact(graph.rows().to(torch.get_default_dtype()))
     return estimate_clusters(
         x, topology, propagated.settings_for(graph.num_nodes), cfg.run.seed, comm, tick
     )
@@ -375,5 +375,5 @@ def _make(
 ) -> tuple[Tensor, Tensor]:
     if method == "selfkmeans":
         return labels_by_kmeans(*edge_only(), graph.num_nodes, count, cfg, comm)
-    x = compact(graph.features().to(torch.get_default_dtype()))
+    x = compact(graph.rows().to(torch.get_default_dtype()))
     return clusterer(method).make(x, topology, count, settings, cfg.run.seed, comm, tick)

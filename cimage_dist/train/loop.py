@@ -136,7 +136,6 @@ def worker(
     Raises Interrupted after saving when a signal asked to stop, and UserError when a loss stops
     being finite (the last good checkpoint stays).
     """
-    keep_freed_memory()
     if cfg.resources.threads:
         torch.set_num_threads(cfg.resources.threads)
     topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
@@ -153,6 +152,8 @@ def worker(
     _prepare_scores(trainer, sink, saved is None)
     if saved is not None:
         trainer.restore(saved)
+    # From here on: preparation makes larger blocks, once, than any step.
+    keep_freed_memory()
     total = trainer.total_steps
     meter, pace = Meter(cfg, trainer.device), Pace(total, cfg.ci.every_steps)
     for batches in meter.timed(trainer.remaining()):

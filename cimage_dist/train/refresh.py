@@ -27,8 +27,10 @@ from cimage_dist.ci.pseudolabels import (
 )
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError
 from cimage_dist.nn.encoder import Encoder, Encoding
+from cimage_dist.nn.features import placed
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.sampling.sampler import NeighbourSampler
@@ -61,7 +63,11 @@ class SampledEmbedder:
     """
 
     def __init__(
-        self, features: np.ndarray, topology: Topology, cfg: Config, device: torch.device
+        self,
+        features: np.ndarray | CsrFeatures,
+        topology: Topology,
+        cfg: Config,
+        device: torch.device,
     ) -> None:
         self.features, self.device, self.seed = features, device, cfg.run.seed
         sampler = cfg.sampler
@@ -88,8 +94,8 @@ class SampledEmbedder:
 
     def _chunk(self, encoder: Encoder, gids: np.ndarray, key: int) -> Encoding:
         view = self.sampler.sample(gids, key, features=self.features).to(self.device)
-        assert isinstance(view.x, Tensor)
-        h, z = encoder(view.x.to(encoder.linear.weight.dtype), view.edges, view.hops)
+        x = placed(view.x, self.device, encoder.linear.weight.dtype)
+        h, z = encoder(x, view.edges, view.hops)
         return Encoding(h[view.nodes], z[view.nodes])
 
 

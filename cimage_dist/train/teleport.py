@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,12 +22,14 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.store import Graph
 from cimage_dist.nn.encoder import principal_directions
 from cimage_dist.nn.inference import range_edges
 from cimage_dist.nn.propagate import propagate
+from cimage_dist.pseudo.propagated import project
 from cimage_dist.sampling.sampler import NeighbourSampler
-from cimage_dist.types import FeatureMoments, Topology
+from cimage_dist.types import FeatureMoments, Features, SparseRows, Topology
 
 FALLBACK = 0.1
 LOWEST, HIGHEST = 0.01, 0.25
@@ -111,7 +112,7 @@ class _Halves(NamedTuple):
     means: tuple[Tensor, Tensor]
     directions: tuple[Tensor, Tensor]
 
-    def start(self, rows: Tensor) -> Tensor:
+    def start(self, rows: Features) -> Tensor:
         """h⁰ [n, 2·D] of feature rows [n, F]: unit rows of each half's leading directions."""
         parts = []
         for chosen, mean, directions in zip(
@@ -119,12 +120,32 @@ class _Halves(NamedTuple):
         ):
             # Unit rows of the half alone: in rows scaled as a whole, one half gives the size of the
             # other.
-            half = F.normalize(rows[:, chosen].float(), dim=1) - mean
-            parts.append(F.normalize(half @ directions.t(), dim=1))
+            half = _columns(rows, chosen)
+            if isinstance(half, Tensor):
+                found = (F.normalize(half, dim=1) - mean) @ directions.t()
+            else:
+                sizes = half.value.new_zeros(half.shape[0])
+                sizes.index_add_(0, half.row, half.value.square())
+                unit = half.value / sizes.sqrt().clamp_min(1e-12)[half.row]
+                found = project(replace(half, value=unit), directions.t()) - directions @ mean
+            parts.append(F.normalize(found, dim=1))
         return torch.cat(parts, dim=1)
 
 
-def _halve(rows: Tensor, key: int) -> _Halves | None:
+def _columns(rows: Features, chosen: Tensor) -> Features:
+    """The columns `chosen` (bool [F]) in single precision."""
+    if isinstance(rows, Tensor):
+        return rows[:, chosen].float()
+    number, kept = chosen.cumsum(0) - 1, chosen[rows.column]
+    return SparseRows(
+        rows.row[kept],
+        number[rows.column[kept]],
+        rows.value[kept].float(),
+        (rows.shape[0], int(chosen.sum())),
+    )
+
+
+def _halve(rows: Features, key: int) -> _Halves | None:
     """A halving, its means and directions from sampled feature rows [n, F]; None for constant
     ones.
     """
@@ -133,9 +154,12 @@ def _halve(rows: Tensor, key: int) -> _Halves | None:
     is_first[keyed.bits(key, torch.arange(columns)).argsort()[::2]] = True
     means, found = [], []
     for chosen in (is_first, ~is_first):
-        half = F.normalize(rows[:, chosen].float(), dim=1)
+        some = _columns(rows, chosen)
+        half = F.normalize(some if isinstance(some, Tensor) else some.to_dense(), dim=1)
         mean = half.mean(0)
-        factor = (half - mean).double() / len(half) ** 0.5
+        half -= mean
+        factor = half.double()
+        factor /= len(half) ** 0.5
         moments = FeatureMoments(mean.double(), mean.double(), None, factor)
         means.append(mean)
         found.append(principal_directions(moments, _DIRECTIONS, key, _POWER).float())
@@ -150,12 +174,9 @@ def _powers(
 ) -> Iterator[Tensor]:
     """Parts [L+1, n, 2·D] of (Â^k h⁰)_k at `nodes`, together all of them."""
 
-    def start(rows: np.ndarray) -> Tensor:
-        return halves.start(torch.from_numpy(np.asarray(rows)))
-
     if graph.num_nodes <= _WHOLE_BELOW:
         step = max(1, 2**24 // graph.num_features)
-        h = torch.cat([start(graph.x[at : at + step]) for at in range(0, graph.num_nodes, step)])
+        h = torch.cat([halves.start(rows) for rows in graph.stored_rows().split(step)])
         edges = range_edges(topology, slice(0, topology.num_nodes), h.device)
         found = [h[nodes]]
         for _ in range(_LAYERS):
@@ -168,7 +189,6 @@ def _powers(
     )
     for gids in nodes.split(_CHUNK):
         view = sampler.sample(gids.numpy(), key, features=graph.x)
-        assert isinstance(view.x, Tensor)
         h = halves.start(view.x)
         yield torch.stack(
             [propagate(h, view.edges, 0.0, k, view.hops)[: len(gids)] for k in range(_LAYERS + 1)]
@@ -199,7 +219,7 @@ def choose_teleport(graph: Graph, topology: Topology) -> Teleport:
     fits = keyed.uniform(keyed.stream(0, "teleport", 1), nodes) < 0.5
     drawn = keyed.bits(keyed.stream(0, "teleport", 3), torch.arange(graph.num_nodes))
     at = drawn.topk(min(_DIRECTION_ROWS, graph.num_nodes)).indices.sort().values
-    sample = torch.from_numpy(np.asarray(graph.x[at.numpy()]))
+    sample = rows_at(graph.x, at.numpy())
     shares = torch.zeros(len(_GRID), dtype=torch.float64)
     for split in range(_SPLITS):
         key = keyed.stream(0, "teleport", 2, split)

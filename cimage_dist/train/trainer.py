@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler
@@ -17,10 +16,11 @@ from cimage_dist import keyed
 from cimage_dist.ci.hsic import HsicStats
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, OptimConfig
+from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
-from cimage_dist.nn.features import compact
+from cimage_dist.nn.features import compact, placed
 from cimage_dist.nn.model import build_model, needs_moments, norm_kind
 from cimage_dist.nn.norm import BatchNorm, settle
 from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches
@@ -135,17 +135,17 @@ class Trainer:
             batches = SampledBatches(rows, self.topology, cfg, self.comm, self.device)
             embedder = SampledEmbedder(rows, self.topology, cfg, self.device)
             return batches, embedder, self._some_rows()
-        x = compact(self.graph.features().to(self.device, torch.get_default_dtype()))
+        x = compact(placed(self.graph.rows(), self.device, torch.get_default_dtype()))
         return FullGraphBatches(x, self.topology, cfg, self.comm), FullEmbedder(x, self.topology), x
 
-    def _some_rows(self) -> Tensor:
+    def _some_rows(self) -> Features:
         """A keyed sample of the features, the same on every rank; empty if no norm needs it."""
         if norm_kind(self.cfg) != "batch":
             return torch.empty(0, self.graph.num_features)
         gids = torch.arange(self.graph.num_nodes)
         draw = keyed.uniform(keyed.stream(self.cfg.run.seed, "refresh-sample", -1), gids)
         chosen = gids[draw < _SETTLE_ROWS / gids.numel()]
-        return torch.from_numpy(np.asarray(self.graph.x[chosen.numpy()]))
+        return rows_at(self.graph.x, chosen.numpy())
 
     def settle(self) -> None:
         """Give batch normalisation the moments of the clean features under the current weights.

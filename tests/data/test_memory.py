@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "names without ids": (lambda: Graph.from_edges(NAMED, X), "not integers from 0"),
     "unknown name": (lambda: Graph.from_edges(NAMED, FRAME.iloc[1:]), "'dan'"),
     "flat": (lambda: Graph.from_edges(INDEX, X[0]), r"x must be \[N, F\]"),
-    "words": (lambda: Graph.from_edges(INDEX, X.astype(str)), "must be numbers"),
+    "words": (lambda: Graph.from_edges(INDEX, X.astype(str)), "must be a table of numbers"),
     "large": (lambda: Graph.from_edges(INDEX, X * 1e30, normalize="none"), "largest value"),
 }
 
