@@ -28,7 +28,7 @@ from cimage_dist.config import (
     fingerprint,
     run_dir,
 )
-from cimage_dist.config_loading import load_config, to_yaml
+from cimage_dist.config_loading import load_config, settings_of, to_yaml
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import node_split, num_training_edges, settled, training_graph
 from cimage_dist.data.store import Graph
@@ -52,21 +52,6 @@ from cimage_dist.types import LinkSplit, NodeSplit
 _LENGTH = ("train.steps", "train.epochs")
 
 
-def changed_keys(a: Config, b: Config) -> list[str]:
-    """Dotted keys whose values differ."""
-
-    def walk(left: dict[str, Any], right: dict[str, Any], prefix: str) -> list[str]:
-        found = []
-        for key, value in left.items():
-            if isinstance(value, dict):
-                found += walk(value, right[key], f"{prefix}{key}.")
-            elif value != right[key]:
-                found.append(f"{prefix}{key}")
-        return found
-
-    return walk(dataclasses.asdict(a), dataclasses.asdict(b), "")
-
-
 def science_changes(a: Config, b: Config) -> list[str]:
     """Dotted keys by which two configs are different experiments; the fingerprint (and the seed)
     decides.
@@ -80,7 +65,8 @@ def science_changes(a: Config, b: Config) -> list[str]:
         setattr(at, parts[-1], getattr(source, parts[-1]))
         return key == "run.seed" or fingerprint(mixed) != fingerprint(a)
 
-    return [key for key in changed_keys(a, b) if is_science(key)]
+    left, right = settings_of(a), settings_of(b)
+    return [key for key in left if left[key] != right[key] and is_science(key)]
 
 
 def prepare_run(cfg: Config, graph: Graph) -> RunDir:
