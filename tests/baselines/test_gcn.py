@@ -1,17 +1,20 @@
-"""The supervised reference, feature normalisation, and the settings files of the GCN methods."""
+"""The supervised reference, feature normalisation, a module per method, settings of GCN methods."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import re
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 from cimage_dist import baselines
-from cimage_dist.baselines import encoders, fit
+from cimage_dist.baselines import fit, gcn
 from cimage_dist.baselines.encoders import prepared
 from cimage_dist.errors import UserError
 from tests.baselines.convolution import (
@@ -27,9 +30,9 @@ METHODS = ("gae", "vgae", "arga", "arvga", "dgi", "mvgrl", "grace", "ccassg", "g
 
 
 def test_gcn_loss_and_gradient_match_dense_formula() -> None:
-    small, model = Small(), encoders.Supervised(7, 6, 3, 0.0).double()
+    small, model = Small(), gcn.Model(7, 6, 3, 0.0).double()
     y, rows = torch.arange(20) % 3, torch.arange(20) < 12
-    loss = encoders.gcn_loss(model(small.x, small.sparse), y, rows)
+    loss = gcn.loss(model(small.x, small.sparse), y, rows)
     logits = layer(small.dense, layer(small.dense, small.x, model.first).relu(), model.second)
     chosen = [logits[i].exp()[y[i]] / logits[i].exp().sum() for i in range(12)]
     assert_same(loss, -torch.stack(chosen).log().mean(), model.parameters())
@@ -71,6 +74,26 @@ def test_prepared_rows() -> None:
         prepared(x, "median")
 
 
+@pytest.mark.parametrize("method", [name for name in baselines.METHODS if name != baselines.OWN])
+def test_a_module_per_method(method: str) -> None:
+    """Its docstring has the equations first, then the source; it has a loss and a fit."""
+    module = importlib.import_module(f"cimage_dist.baselines.{method}")
+    title, equations, source = (module.__doc__ or "").split("\n\n")[:3]
+    assert title.startswith(f"{baselines.METHODS[method].label}: ") and title.endswith(".")
+    assert all(line.startswith("    ") for line in equations.splitlines())
+    assert "    L = " in equations
+    assert re.search(r'"[^"]{10,}",\s[^.]*\b20\d\d\.', source)  # "title", venue and year
+    assert callable(module.loss)
+    assert [*inspect.signature(module.fit).parameters] == ["graph", "settings", "seed", "step"]
+
+
+def test_no_other_module_than_the_methods_and_what_they_share() -> None:
+    folder = resources.files("cimage_dist.baselines")
+    found = {Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".py")}
+    shared = {"__init__", "encoders", "autoencoders"}
+    assert found == {*baselines.METHODS, *shared} - {baselines.OWN}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_file(method: str) -> None:
     """Overrides name known keys, values tell their origin, published figures are in percent."""
@@ -84,5 +107,3 @@ def test_settings_file(method: str) -> None:
     assert all("#" in line for line in indented if not line.rstrip().endswith(":"))
     assert all(50 < value < 100 for value in content["published"]["node"].values())
     assert all(50 < v < 100 for pair in content["published"].get("link", {}).values() for v in pair)
-    module = importlib.import_module(f"cimage_dist.baselines.{baselines.METHODS[method].module}")
-    assert callable(getattr(module, method))
