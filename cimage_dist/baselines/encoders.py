@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -18,14 +19,15 @@ from torch_geometric.utils import dropout_edge, mask_feature, to_torch_csr_tenso
 from cimage_dist.baselines import Step
 from cimage_dist.errors import UserError
 
-# The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length.
-ORDERS = {"row": 1, "unit": 2}
+# The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length,
+# the maximum leaves rows of zeros and ones as they are.
+ORDERS = {"row": 1, "unit": 2, "max": math.inf}
 
 
 def prepared(x: Tensor, how: str) -> Tensor:
-    """x_i / ||x_i||_1 (`row`), x_i / ||x_i||_2 (`unit`) or x_i (`none`); x and result [N, F].
+    """x_i / ||x_i||_1 (`row`), x_i / ||x_i||_2 (`unit`), x_i / max_j |x_ij| (`max`), x_i (`none`).
 
-    A row of zeros stays zero.
+    x and result [N, F]. A row of zeros stays zero.
     """
     if how == "none":
         return x

@@ -70,8 +70,28 @@ def test_prepared_rows() -> None:
     assert torch.equal(prepared(x, "none"), x)
     torch.testing.assert_close(prepared(x, "row"), torch.tensor([[3 / 7, 4 / 7], [0.0, 0.0]]))
     torch.testing.assert_close(prepared(x, "unit"), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
+    signed = torch.tensor([[2.0, -4.0], [0.0, 0.0]])
+    assert torch.equal(prepared(signed, "max"), torch.tensor([[0.5, -1.0], [0.0, 0.0]]))
     with pytest.raises(UserError, match="median"):
         prepared(x, "median")
+
+
+def test_max_gives_bags_of_words_back() -> None:
+    words = (torch.rand(30, 50, generator=torch.Generator().manual_seed(0)) < 0.1).float()
+    words[3] = 0
+    assert torch.equal(prepared(words, "max"), words)
+    assert not torch.equal(prepared(words, "unit"), words)
+
+
+@pytest.mark.parametrize("method", ["vgae", "arga", "arvga"])
+def test_features_as_they_came(method: str) -> None:
+    """Zeros and ones train to the same bits under the method's own setting as without any."""
+    usual = baselines.settings_of(method, "cora", "node", {"epochs": 2})
+    graph = planted()
+    binary = dataclasses.replace(graph, x=(graph.x > graph.x.median()).float())
+    ways = (usual, {**usual, "normalize": "none"})
+    fits = [fit(method, binary, settings, 0, lambda *_: None).embedding for settings in ways]
+    assert usual["normalize"] == "max" and torch.equal(*fits)
 
 
 @pytest.mark.parametrize("method", [name for name in baselines.METHODS if name != baselines.OWN])
