@@ -1,8 +1,7 @@
 """Published methods to compare with: their names, settings, and what a graph must offer them.
 
-A method is a function `name(graph, settings, seed, step) -> Fitted` of the module its line in
-METHODS names; settings come from <name>.yaml beside it. Methods run in one process on the whole
-graph.
+A method is the module <name>.py with its `loss` and `fit(graph, settings, seed, step) -> Fitted`;
+settings come from <name>.yaml beside it. Methods run in one process on the whole graph.
 """
 
 from __future__ import annotations
@@ -56,36 +55,29 @@ class Fitted:
 class Method(NamedTuple):
     label: str
     about: str
-    module: str = ""
     most_nodes: int | None = None  # of the largest graph it takes; None: nothing limits it
 
 
 METHODS = {
     OWN: Method("CIMAGE", "ours, with the settings of the config; brings the controls along"),
-    "gae": Method("GAE", "graph auto-encoder, inner products predict edges", "autoencoders"),
-    "vgae": Method("VGAE", "variational graph auto-encoder", "autoencoders"),
-    "arga": Method("ARGA", "GAE with an adversarial prior", "autoencoders"),
-    "arvga": Method("ARVGA", "VGAE with an adversarial prior", "autoencoders"),
-    "dgi": Method("DGI", "nodes against a summary of the graph", "contrastive"),
+    "gae": Method("GAE", "graph auto-encoder, inner products predict edges"),
+    "vgae": Method("VGAE", "variational graph auto-encoder"),
+    "arga": Method("ARGA", "GAE with an adversarial prior"),
+    "arvga": Method("ARVGA", "VGAE with an adversarial prior"),
+    "dgi": Method("DGI", "nodes against a summary of the graph"),
     # The diffusion is dense: 2.5 GB there, and its inversion needs three times that.
-    "mvgrl": Method(
-        "MVGRL", "adjacency and diffusion as two views; up to 25,000 nodes", "contrastive", 25_000
-    ),
-    "grace": Method("GRACE", "contrast of two corrupted views", "contrastive"),
-    "ccassg": Method("CCA-SSG", "two views agree, channels are uncorrelated", "contrastive"),
-    "maskgae": Method("MaskGAE", "predicts masked edges", "masked_edges"),
-    "graphmae2": Method(
-        "GraphMAE2", "reconstructs masked features, decoded from re-masked codes", "masked_features"
-    ),
+    "mvgrl": Method("MVGRL", "adjacency and diffusion as two views; up to 25,000 nodes", 25_000),
+    "grace": Method("GRACE", "contrast of two corrupted views"),
+    "ccassg": Method("CCA-SSG", "two views agree, channels are uncorrelated"),
+    "maskgae": Method("MaskGAE", "predicts masked edges"),
+    "graphmae2": Method("GraphMAE2", "reconstructs masked features, decoded from re-masked codes"),
     # The contrast costs N^2 time in every epoch; memory stays at some rows x N.
     "gigamae": Method(
-        "GiGaMAE", "reconstructs embeddings of other methods; up to 25,000 nodes", "gigamae", 25_000
+        "GiGaMAE", "reconstructs embeddings of other methods; up to 25,000 nodes", 25_000
     ),
-    "augmae": Method(
-        "AUG-MAE", "masked features with a learned mask and uniformity", "masked_features"
-    ),
-    "bandana": Method("Bandana", "predicts a continuous mask of the edges", "masked_edges"),
-    SUPERVISED: Method("GCN", "supervised reference, trained with labels; not ranked", "encoders"),
+    "augmae": Method("AUG-MAE", "masked features with a learned mask and uniformity"),
+    "bandana": Method("Bandana", "predicts a continuous mask of the edges"),
+    SUPERVISED: Method("GCN", "supervised reference, trained with labels; not ranked"),
 }
 
 
@@ -96,10 +88,10 @@ def fit(name: str, graph: Graph, settings: Mapping[str, Any], seed: int, step: S
     import torch
 
     check([name], graph.num_nodes, graph.has_labels)
-    method = getattr(import_module(f"cimage_dist.baselines.{METHODS[name].module}"), name)
+    method = import_module(f"cimage_dist.baselines.{name}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return method(graph, settings, seed, step)
+        return method.fit(graph, settings, seed, step)
 
 
 def settings_of(

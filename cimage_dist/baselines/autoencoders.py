@@ -1,5 +1,4 @@
-"""GAE and VGAE, whose inner products predict the edges (Kipf & Welling, NeurIPS workshop 2016), and
-ARGA and ARVGA, whose embedding must look Gaussian to an adversary too (Pan et al., IJCAI 2018).
+"""What GAE, VGAE, ARGA and ARVGA share: encoders, non-edges, the adversary, the fit.
 
 x [N, F], p [N, N] sparse, edges and others (non-edges) [2, any], z [N, D].
 """
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import ARGA, ARGVA, GAE, VGAE, GCNConv, InnerProductDecoder
+from torch_geometric.nn import ARGA, GAE, GCNConv, InnerProductDecoder
 
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import GCN, minimise, prepared, propagation
@@ -70,37 +69,8 @@ def dot_products(z: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda pairs: decoder(z, pairs, sigmoid=False)
 
 
-def gae_loss(model: GAE, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:
-    """-mean log s(z_u . z_v) over edges - mean log(1 - s(z_u . z_v)) over non-edges, s = sigmoid.
-
-    The paper weights all N^2 pairs so that edges and non-edges count alike; equal numbers of both
-    estimate that without N x N.
-    """
-    return model.recon_loss(z, edges, others)
-
-
-def vgae_loss(model: VGAE, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:
-    """E_q[edge loss of GAE at z = mu + sigma * noise] + KL(q || N(0, I)) / N, one draw of noise.
-
-    KL = mean over nodes of -1/2 sum(1 + 2 log sigma - mu^2 - sigma^2), divided by N once more
-    because the edge term is a mean over N^2 pairs. z is what `model.encode` has just given: the
-    model remembers its mu and sigma.
-    """
-    return model.recon_loss(z, edges, others) + model.kl_loss() / z.shape[0]
-
-
-def arga_loss(model: ARGA, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:
-    """Edge loss of GAE - E[log D(z)]: what the encoder minimises."""
-    return model.recon_loss(z, edges, others) + model.reg_loss(z)
-
-
-def arvga_loss(model: ARGVA, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:
-    """Loss of VGAE - E[log D(z)]; z as there."""
-    return arga_loss(model, z, edges, others) + model.kl_loss() / z.shape[0]
-
-
 def adversary_loss(model: ARGA, z: Tensor) -> Tensor:
-    """-E[log D(a)] - E[log(1 - D(z))], a ~ N(0, I): what the discriminator minimises."""
+    """-E[log D(a)] - E[log(1 - D(z))], a ~ N(0, I): L_D of ARGA."""
     return model.discriminator_loss(z)
 
 
@@ -112,7 +82,7 @@ def train_adversary(model: ARGA, optimizer: torch.optim.Optimizer, z: Tensor, st
         optimizer.step()
 
 
-def _fit(
+def fit_autoencoder(
     make: Callable[[int, int, int], nn.Module],
     kind: type[GAE],
     loss: Loss,
@@ -149,19 +119,3 @@ def _fit(
     with torch.no_grad():
         z = model.encode(x, p)
     return Fitted(z, dot_products(z))
-
-
-def gae(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    return _fit(encoder, GAE, gae_loss, graph, settings, step)
-
-
-def vgae(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    return _fit(VariationalEncoder, VGAE, vgae_loss, graph, settings, step)
-
-
-def arga(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    return _fit(encoder, ARGA, arga_loss, graph, settings, step)
-
-
-def arvga(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    return _fit(VariationalEncoder, ARGVA, arvga_loss, graph, settings, step)

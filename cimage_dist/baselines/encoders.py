@@ -1,10 +1,9 @@
-"""What the methods share (feature normalisation, sparse propagation, a GCN stack, the loop), and
-GCN, the supervised reference (Kipf & Welling, ICLR 2017).
-"""
+"""What the methods share: feature normalisation, sparse propagation, a GCN stack, the loop."""
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -12,22 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout, normalize
+from torch.nn.functional import normalize
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import to_torch_csr_tensor
+from torch_geometric.utils import dropout_edge, mask_feature, to_torch_csr_tensor
 
-from cimage_dist.baselines import Fitted, Graph, Step
+from cimage_dist.baselines import Step
 from cimage_dist.errors import UserError
 
-# The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length.
-ORDERS = {"row": 1, "unit": 2}
+# The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length,
+# the maximum leaves rows of zeros and ones as they are.
+ORDERS = {"row": 1, "unit": 2, "max": math.inf}
 
 
 def prepared(x: Tensor, how: str) -> Tensor:
-    """x_i / ||x_i||_1 (`row`), x_i / ||x_i||_2 (`unit`) or x_i (`none`); x and result [N, F].
+    """x_i / ||x_i||_1 (`row`), x_i / ||x_i||_2 (`unit`), x_i / max_j |x_ij| (`max`), x_i (`none`).
 
-    A row of zeros stays zero.
+    x and result [N, F]. A row of zeros stays zero.
     """
     if how == "none":
         return x
@@ -81,6 +81,15 @@ class GCN(nn.Module):
         return x
 
 
+def corrupted(
+    encoder: nn.Module, x: Tensor, edges: Tensor, edge_drop: float, feature_drop: float
+) -> Tensor:
+    """A view [N, D]: some columns of x [N, F] are zero, some edges [2, E] are missing."""
+    seen, _ = mask_feature(x, feature_drop, mode="col")
+    kept, _ = dropout_edge(edges, edge_drop)
+    return encoder(seen, propagation(kept, x.shape[0], x.dtype))
+
+
 def adam(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Adam:
     decay = settings.get("weight_decay", 0.0)
     return torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
@@ -121,73 +130,3 @@ def minimise(
     if best:
         model.load_state_dict(best)
     model.eval()
-
-
-class Supervised(nn.Module):
-    """P drop(ReLU(P drop(X) W_0 + b_0)) W_1 + b_1: logits [N, classes]; drop in training alone."""
-
-    def __init__(self, num_features: int, hidden: int, classes: int, rate: float) -> None:
-        super().__init__()
-        self.first = GCNConv(num_features, hidden, normalize=False)
-        self.second = GCNConv(hidden, classes, normalize=False)
-        self.rate = rate
-
-    def forward(self, x: Tensor, p: Tensor) -> Tensor:
-        h = self.first(dropout(x, self.rate, self.training), p).relu()
-        return self.second(dropout(h, self.rate, self.training), p)
-
-
-def gcn_loss(logits: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    """-mean over `rows` of log softmax(logits)_(i, y_i); logits [N, C], y [N], rows bool [N]."""
-    return cross_entropy(logits[rows], y[rows])
-
-
-def gcn(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    """The embedding is the logits at the epoch of highest validation accuracy (then lowest loss).
-
-    `patience` epochs without a better one end the training; without validation rows it runs on.
-    """
-    y, train, val = graph.y, graph.train, graph.val
-    assert y is not None and train is not None
-    train = train & (y >= 0)
-    rows = None if val is None or not bool((val & (y >= 0)).any()) else val & (y >= 0)
-    x = prepared(graph.x, settings["normalize"])
-    p = propagation(graph.edge_index, graph.num_nodes, x.dtype)
-    epochs, best, score, since = settings["epochs"], {}, (-1.0, 0.0), 0
-    sizes = (x.shape[1], settings["hidden"], int(y.max()) + 1)
-    model = Supervised(*sizes, settings["dropout"]).to(x.device)
-    # Kipf & Welling: the first layer alone is decayed.
-    decayed = {"params": model.first.parameters(), "weight_decay": settings["weight_decay"]}
-    free = {"params": model.second.parameters()}
-    optimizer = torch.optim.Adam([decayed, free], lr=settings["lr"])
-    for epoch in range(epochs):
-        model.train()
-        optimizer.zero_grad()
-        value = gcn_loss(model(x, p), y, train)
-        value.backward()
-        optimizer.step()
-        step(epoch + 1, epochs, float(value.detach()))
-        if rows is None:
-            continue
-        now = _validation(model, x, p, y, rows)
-        since = 0 if now > score else since + 1
-        if since == 0:
-            score, best = now, copy.deepcopy(model.state_dict())
-        if since >= settings["patience"]:
-            break
-    if best:
-        model.load_state_dict(best)
-    model.eval()
-    with torch.no_grad():
-        return Fitted(model(x, p))
-
-
-def _validation(
-    model: Supervised, x: Tensor, p: Tensor, y: Tensor, rows: Tensor
-) -> tuple[float, float]:
-    """(accuracy, -loss) on `rows`, without dropout: larger is better."""
-    model.eval()
-    with torch.no_grad():
-        logits = model(x, p)
-    accuracy = (logits[rows].argmax(1) == y[rows]).float().mean()
-    return float(accuracy), -float(gcn_loss(logits, y, rows))

@@ -183,7 +183,7 @@ def loss(
     return total
 
 
-def gigamae(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
+def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     x = prepared(graph.x, settings["normalize"])
     edges, num_nodes = graph.edge_index, graph.num_nodes
     width, hops, walks = settings["structure_width"], settings["hops"], settings["walks"]

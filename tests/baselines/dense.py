@@ -43,7 +43,7 @@ def batch_norm(norm: nn.BatchNorm1d, h: Tensor) -> Tensor:
 
 
 def gcn_layers(encoder: nn.Module, x: Tensor, matrices: list[Tensor]) -> list[Tensor]:
-    """The layers of `masked_edges.Encoder` without dropout."""
+    """The layers of `maskgae.Encoder` without dropout."""
     outputs = []
     for conv, norm, matrix in zip(encoder.convs, encoder.norms, matrices, strict=True):
         x = nn.functional.elu(batch_norm(norm, matrix @ x @ conv.lin.weight.t() + conv.bias))

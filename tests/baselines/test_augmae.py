@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cimage_dist.baselines import masked_features
+from cimage_dist.baselines import augmae
 from tests.baselines import dense
 
 SETTINGS = {
@@ -36,18 +36,15 @@ PLAIN = {**SETTINGS, "dropout": 0.0, "attention_dropout": 0.0}
 
 
 def test_losses_and_gradients_equal_the_dense_reference(monkeypatch):
-    monkeypatch.setattr(masked_features, "ROWS", 7)
+    monkeypatch.setattr(augmae, "ROWS", 7)
     x, edges = dense.small()
     torch.manual_seed(0)
-    model, net = (
-        masked_features.AugMAE(6, PLAIN).double(),
-        masked_features.MaskNet(6, PLAIN).double(),
-    )
+    model, net = (augmae.Model(6, PLAIN).double(), augmae.MaskNet(6, PLAIN).double())
     for start in (model.decoder.bias, model.token):  # a zero vector has no cosine
         nn.init.normal_(start)
     keep = net(x, edges)
-    drawn = masked_features.draw(keep, 0.7, 0.5, 0.3)
-    error, h = masked_features.reconstruction(model, x, edges, keep, drawn, 3)
+    drawn = augmae.draw(keep, 0.7, 0.5, 0.3)
+    error, h = augmae.reconstruction(model, x, edges, keep, drawn, 3)
 
     masked, spared = drawn.masked.tolist(), drawn.spared.tolist()
     others = dict(zip(drawn.noise.tolist(), drawn.noise_from.tolist(), strict=True))
@@ -64,26 +61,26 @@ def test_losses_and_gradients_equal_the_dense_reference(monkeypatch):
     given = torch.stack([bridged[v] * (v not in masked) for v in range(20)])
     rebuilt = dense.attention(model.decoder, given, edges)
     expected = ((1 - dense.cosine(rebuilt[masked], x[masked]).diagonal()) ** 3).mean()
-    ours = masked_features.model_loss(error, (h @ model.spread.weight.t()).relu(), 0.4)
+    ours = augmae.loss(error, (h @ model.spread.weight.t()).relu(), 0.4)
     f = (encoded @ model.spread.weight.t()).relu()
     unit = f / f.norm(dim=1, keepdim=True).clamp_min(1e-12)
     reference = expected + (2 * 0.4 * (unit @ unit.t() - 1)).exp().mean().log()
     dense.assert_same(ours, reference, [*model.parameters(), *net.parameters()])
-    ours = masked_features.mask_loss(error, keep, 0.6)
+    ours = augmae.mask_loss(error, keep, 0.6)
     reference = 0.6 / torch.sin(math.pi / 20 * (20 - keep.sum())) - expected
     dense.assert_same(ours, reference, list(net.parameters()))
 
 
 def test_all_nodes_kept_or_masked_gives_a_finite_loss():
     for keep in (torch.zeros(20), torch.ones(20)):
-        assert torch.isfinite(masked_features.mask_loss(torch.tensor(0.5), keep, 1.0))
+        assert torch.isfinite(augmae.mask_loss(torch.tensor(0.5), keep, 1.0))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_draw(share):
     torch.manual_seed(0)
     keep = (torch.rand(200) > 0.5).float()
-    drawn = masked_features.draw(keep, share, 0.4, 0.1)
+    drawn = augmae.draw(keep, share, 0.4, 0.1)
     masked = set(drawn.masked.tolist())
     assert len(masked) == len(drawn.masked) and len(drawn.noise) == len(masked) // 10
     if share == 0.0:  # random masking alone

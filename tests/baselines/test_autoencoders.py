@@ -6,18 +6,15 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import ARGA, ARGVA, GAE, VGAE
 
+from cimage_dist.baselines import arga, arvga, gae, vgae
 from cimage_dist.baselines.autoencoders import (
     VariationalEncoder,
     adversary_loss,
-    arga_loss,
-    arvga_loss,
     discriminator,
     edge_keys,
     encoder,
-    gae_loss,
     non_edges,
     train_adversary,
-    vgae_loss,
 )
 from tests.baselines.convolution import (
     Small,
@@ -56,7 +53,7 @@ def noise(shape: torch.Size, seed: int) -> Tensor:
 
 def test_gae_loss_and_gradient_match_dense_formula() -> None:
     small, model = Small(), GAE(encoder(7, 6, 4)).double()
-    loss = gae_loss(model, model.encode(small.x, small.sparse), small.edges, small.others)
+    loss = gae.loss(model, model.encode(small.x, small.sparse), small.edges, small.others)
     reference = log_odds_loss(encoded(model, small), small.edges, small.others)
     assert_same(loss, reference, model.parameters())
 
@@ -64,7 +61,7 @@ def test_gae_loss_and_gradient_match_dense_formula() -> None:
 def test_vgae_loss_and_gradient_match_dense_formula() -> None:
     small, model = Small(), VGAE(VariationalEncoder(7, 6, 4)).double()
     torch.manual_seed(3)
-    loss = vgae_loss(model, model.encode(small.x, small.sparse), small.edges, small.others)
+    loss = vgae.loss(model, model.encode(small.x, small.sparse), small.edges, small.others)
     mean, logstd = moments(model, small)
     z = mean + logstd.exp() * noise(mean.shape, 3)
     reference = log_odds_loss(z, small.edges, small.others) + divergence(mean, logstd) / small.n
@@ -75,7 +72,7 @@ def test_arga_losses_and_gradients_match_dense_formula() -> None:
     small, adversary = Small(), discriminator([4, 5, 3])
     model = ARGA(encoder(7, 6, 4), adversary).double()
     z, dense = model.encode(small.x, small.sparse), encoded(model, small)
-    loss = arga_loss(model, z, small.edges, small.others)
+    loss = arga.loss(model, z, small.edges, small.others)
     fooled = -adversary(dense).sigmoid().log().mean()
     reference = log_odds_loss(dense, small.edges, small.others) + fooled
     assert_same(loss, reference, model.encoder.parameters())
@@ -90,7 +87,7 @@ def test_arvga_loss_and_gradient_match_dense_formula() -> None:
     model = ARGVA(VariationalEncoder(7, 6, 4), adversary).double()
     torch.manual_seed(3)
     z = model.encode(small.x, small.sparse)
-    loss = arvga_loss(model, z, small.edges, small.others)
+    loss = arvga.loss(model, z, small.edges, small.others)
     mean, logstd = moments(model, small)
     dense = mean + logstd.exp() * noise(mean.shape, 3)
     reference = log_odds_loss(dense, small.edges, small.others) + divergence(mean, logstd) / small.n

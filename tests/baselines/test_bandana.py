@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cimage_dist.baselines import masked_edges
+from cimage_dist.baselines import bandana
 from tests.baselines import dense
 
 SETTINGS = {
@@ -28,11 +28,11 @@ SETTINGS = {
 def test_loss_and_gradient_equal_the_dense_reference():
     x, edges = dense.small()
     torch.manual_seed(0)
-    model = masked_edges.Bandana(6, {**SETTINGS, "dropout": 0.0}).double()
+    model = bandana.Model(6, {**SETTINGS, "dropout": 0.0}).double()
     noise = torch.randn(2, edges.shape[1], dtype=torch.float64)
     batch, negative = torch.randperm(edges.shape[1])[:11], torch.randint(0, 20, (2, 9))
-    widths = [masked_edges.bandwidths(n, edges[1], 20, 0.4) for n in noise]
-    ours = masked_edges.bandana_loss(model, x, edges, widths, batch, negative)
+    widths = [bandana.bandwidths(n, edges[1], 20, 0.4) for n in noise]
+    ours = bandana.loss(model, x, edges, widths, batch, negative)
 
     expected = [(n / 0.4).exp() for n in noise]
     expected = [e / torch.stack([e[edges[1] == v].sum() for v in edges[1]]) for e in expected]
@@ -54,9 +54,9 @@ def test_fit():
 
 def test_the_decoder_scores_pairs_by_its_log_odds():
     x, edges = dense.small()
-    model = masked_edges.Bandana(6, {**SETTINGS, "hidden": 6}).double().eval()
+    model = bandana.Model(6, {**SETTINGS, "hidden": 6}).double().eval()
     logits = dense.mlp(model.decoder.layers, x[edges[0]] * x[edges[1]])
-    scores = masked_edges.pair_score("decoder", model.decoder, x, edges)
+    scores = bandana.pair_score("decoder", model.decoder, x, edges)
     torch.testing.assert_close(scores, logits[:, 0] - logits[:, 1])
 
 

@@ -15,7 +15,8 @@ import torch
 import cimage_dist
 from cimage_dist import baselines
 from cimage_dist import comparison as comparing
-from cimage_dist.baselines import Fitted, autoencoders
+from cimage_dist.baselines import Fitted, gae
+from cimage_dist.baselines.encoders import ORDERS
 from cimage_dist.cli.main import main
 from cimage_dist.comparison import compare
 from cimage_dist.comparison.cell import Cell, in_this_process, method_graph
@@ -72,7 +73,7 @@ def test_every_method_has_settings_for_both_tasks():
         if name != baselines.OWN:
             for task in ("node", "link"):
                 settings = baselines.settings_of(name, "unheard-of", task)
-                assert settings["epochs"] >= 1 and settings["normalize"] in ("none", "row", "unit")
+                assert settings["epochs"] >= 1 and settings["normalize"] in {"none", *ORDERS}
 
 
 def test_settings_are_layered():
@@ -178,7 +179,7 @@ def test_a_failing_method_does_not_stop_the_others(tmp_path, monkeypatch, capsys
     def fit(*args: object) -> Fitted:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(autoencoders, "gae", fit)
+    monkeypatch.setattr(gae, "fit", fit)
     words = ["compare", *own_folder(tmp_path / "graph"), "--methods", "gae,ccassg", *SETS]
     assert main([*words, "--seeds", "1"]) == 1
     out = capsys.readouterr().out

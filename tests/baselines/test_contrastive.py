@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy
 
-from cimage_dist.baselines import METHODS, Graph, contrastive, fit
+from cimage_dist.baselines import METHODS, Graph, ccassg, dgi, fit, grace, mvgrl
 from cimage_dist.baselines.encoders import GCN, propagation
 from cimage_dist.errors import UserError
 from tests.baselines.convolution import Small, assert_learns, assert_same, layer, settings_of
 
 
 def test_dgi_loss_and_gradient_match_dense_formula() -> None:
-    small, model = Small(), contrastive.dgi_network(7, 6).double()
+    small, model = Small(), dgi.network(7, 6).double()
     torch.manual_seed(2)
-    loss = contrastive.dgi_loss(model, small.x, small.sparse)
+    loss = dgi.loss(model, small.x, small.sparse)
     torch.manual_seed(2)
     order = torch.randperm(small.n)
     conv, act = model.encoder.layers[0], model.encoder.acts[0]
@@ -28,13 +28,13 @@ def test_dgi_loss_and_gradient_match_dense_formula() -> None:
 
 
 def test_mvgrl_loss_and_gradient_match_dense_formula() -> None:
-    small, model, order = Small(), contrastive.TwoViews(7, 6).double(), torch.randperm(20)
+    small, model, order = Small(), mvgrl.Model(7, 6).double(), torch.randperm(20)
     with torch.no_grad():
         model.bias.fill_(0.3)
     s = 0.2 * torch.linalg.inv(torch.eye(20, dtype=torch.float64) - 0.8 * small.dense)
-    loss = contrastive.mvgrl_loss(model, small.x, small.sparse, s, order)
+    loss = mvgrl.loss(model, small.x, small.sparse, s, order)
 
-    def embedded(view: contrastive.View, m: Tensor, x: Tensor) -> Tensor:
+    def embedded(view: mvgrl.View, m: Tensor, x: Tensor) -> Tensor:
         return view.act(m @ x @ view.weight + view.bias)
 
     a, b = embedded(model.near, small.dense, small.x), embedded(model.far, s, small.x)
@@ -52,7 +52,7 @@ def test_mvgrl_loss_and_gradient_match_dense_formula() -> None:
 
 def test_mvgrl_diffusion_is_the_series_of_walks() -> None:
     small = Small()
-    s = contrastive.diffusion(small.edges, 20, 0.2, torch.float64)
+    s = mvgrl.diffusion(small.edges, 20, 0.2, torch.float64)
     power, total = torch.eye(20, dtype=torch.float64), torch.zeros(20, 20)
     for k in range(200):
         total, power = total + 0.2 * 0.8**k * power, power @ small.dense
@@ -63,7 +63,7 @@ def test_mvgrl_sparsified_columns_span_zero_to_one() -> None:
     s = torch.tensor([[0.5, 2e-3, 2e-4], [2e-3, 0.4, 0.3], [2e-4, 0.3, 0.6]])
     # Mean numbers of entries: 3, 3, 7/3, 5/3 at 1e-5 ... 1e-2; nearest to 2.2 is 1e-3.
     expected = torch.tensor([[1, 0, 0], [4e-3, 1, 0.5], [0, 0.298 / 0.398, 1]])
-    torch.testing.assert_close(contrastive.sparsified(s, 2.2), expected)
+    torch.testing.assert_close(mvgrl.sparsified(s, 2.2), expected)
 
 
 def test_mvgrl_refuses_graphs_beyond_its_limit() -> None:
@@ -87,7 +87,7 @@ def dense_contrast(u: Tensor, v: Tensor, tau: float) -> Tensor:
 
 @pytest.mark.parametrize("block", [6, 20, 64])
 def test_grace_loss_and_gradient_match_dense_formula(block: int) -> None:
-    small, model = Small(), contrastive.Projected(7, 5, "prelu").double()
+    small, model = Small(), grace.Model(7, 5, "prelu").double()
     u = model.head(model(small.x, small.sparse))
     v = model.head(model(small.x.square(), small.sparse))
 
@@ -97,7 +97,7 @@ def test_grace_loss_and_gradient_match_dense_formula(block: int) -> None:
         return model.head(x)
 
     reference = dense_contrast(embedded(small.x), embedded(small.x.square()), 0.4)
-    assert_same(contrastive.grace_loss(u, v, 0.4, block), reference, model.parameters())
+    assert_same(grace.loss(u, v, 0.4, block), reference, model.parameters())
 
 
 def test_grace_keeps_no_table_of_all_pairs() -> None:
@@ -110,7 +110,7 @@ def test_grace_keeps_no_table_of_all_pairs() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        contrastive.grace_loss(u, v, 0.5, 50)
+        grace.loss(u, v, 0.5, 50)
     assert max(saved) <= 400 * 4
 
 
@@ -135,7 +135,7 @@ def test_ccassg_loss_and_gradient_match_dense_formula() -> None:
     reference = (c - d).square().sum() / small.n / 2 - constant
     for z in (c, d):
         reference = reference + 0.01 * (torch.eye(5) - z.T @ z / small.n).norm().square()
-    assert_same(contrastive.ccassg_loss(a, b, 0.01), reference, encoder.parameters())
+    assert_same(ccassg.loss(a, b, 0.01), reference, encoder.parameters())
 
 
 def test_dgi_learns() -> None:

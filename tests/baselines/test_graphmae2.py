@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cimage_dist.baselines import masked_features
+from cimage_dist.baselines import graphmae2
 from tests.baselines import dense
 
 SETTINGS = {
@@ -38,13 +38,13 @@ def error(a, b, power):
 def test_loss_and_gradient_equal_the_dense_reference(remasked):
     x, edges = dense.small()
     torch.manual_seed(0)
-    model = masked_features.GraphMAE2(6, PLAIN)
+    model = graphmae2.Model(6, PLAIN)
     nn.init.normal_(model.decoder.bias)  # a zero vector has no cosine
-    teacher = masked_features.Teacher(model, 6, PLAIN).double()
+    teacher = graphmae2.Teacher(model, 6, PLAIN).double()
     model.double()
     masked = torch.tensor([4, 0, 9, 13])
     rows = None if remasked is None else [torch.tensor(r) for r in remasked]
-    ours = masked_features.graphmae2_loss(model, teacher(x, edges), x, edges, masked, rows, 3, 0.7)
+    ours = graphmae2.loss(model, teacher(x, edges), x, edges, masked, rows, 3, 0.7)
 
     seen = torch.stack([model.token[0] if v in masked else x[v] for v in range(20)])
     h = dense.attention_encoder(model.encoder, seen, edges)
@@ -60,8 +60,8 @@ def test_loss_and_gradient_equal_the_dense_reference(remasked):
 
 
 def test_the_teacher_follows_slowly():
-    model = masked_features.GraphMAE2(6, PLAIN)
-    teacher = masked_features.Teacher(model, 6, PLAIN)
+    model = graphmae2.Model(6, PLAIN)
+    teacher = graphmae2.Teacher(model, 6, PLAIN)
     old = teacher.projector[0].weight.clone()
     assert torch.equal(old, model.projector[0].weight)
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cimage_dist.baselines import Graph, masked_edges
+from cimage_dist.baselines import Graph, maskgae
 from cimage_dist.config import MaskConfig
 from cimage_dist.sampling.masking import PathMasker
 from tests.baselines import dense
@@ -32,12 +32,12 @@ SETTINGS = {
 def test_loss_and_gradient_equal_the_dense_reference():
     x, edges = dense.small()
     torch.manual_seed(0)
-    model = masked_edges.MaskGAE(6, {**SETTINGS, "dropout": 0.0}).double()
+    model = maskgae.Model(6, {**SETTINGS, "dropout": 0.0}).double()
     paths = MaskConfig(start_rate=0.5, walk_length=2, symmetric=False)
-    drawn = PathMasker(masked_edges.topology_of(Graph(x, edges)), paths, 0).mask(0)
+    drawn = PathMasker(maskgae.topology_of(Graph(x, edges)), paths, 0).mask(0)
     visible = torch.stack([drawn.visible.src, drawn.visible.dst])
     masked, negative = drawn.masked.t(), torch.randint(0, 20, (2, 9))
-    ours = masked_edges.maskgae_loss(model, x, visible, masked, masked[:, :7], negative, 0.5)
+    ours = maskgae.loss(model, x, visible, masked, masked[:, :7], negative, 0.5)
 
     z = dense.gcn_layers(model.encoder, x, [dense.gcn_matrix(visible, 20)] * 2)[-1]
     layers = model.edge_decoder.layers
@@ -50,7 +50,7 @@ def test_loss_and_gradient_equal_the_dense_reference():
 
 def test_topology_has_the_same_edges():
     x, edges = dense.small()
-    listed = masked_edges.topology_of(Graph(x, edges.flip(1))).edge_list()
+    listed = maskgae.topology_of(Graph(x, edges.flip(1))).edge_list()
     assert torch.equal(torch.stack([listed.src, listed.dst]), edges)
 
 

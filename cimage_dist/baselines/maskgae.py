@@ -1,6 +1,4 @@
-"""Masked edges: MaskGAE and Bandana.
-
-MaskGAE. Hide the edges of random paths, predict them and how many each node has lost.
+"""MaskGAE: hide the edges of random paths, predict them and how many each node has lost.
 
     L = mean_{(u,v) hidden} softplus(-h(z_u * z_v)) + mean_{(u,v) no edge} softplus(h(z_u * z_v))
         + alpha * mean_v (g(z_v) - d_v)^2
@@ -12,25 +10,11 @@ counts the hidden edges that end in v. The embedding is all layers side by side.
 Paths are hidden as in the authors' program: walks hide one direction, and an edge whose other
 direction survived stays visible in both (`PathMasker`, not symmetric). Two differences: there is no
 early stopping, and every edge of the given graph is trained on (the program sets 15 % aside).
-
-Bandana. Every edge is narrowed rather than hidden, and the decoder predicts how much.
-
-    M^k_vu = softmax over the neighbours u of v of (n_vu / t),  n_vu ~ N(0, 1) again in each layer k
-    H^k = ELU(norm(P(M^k) H^{k-1} W^k)),  P(M) = D^-1/2 (M + I) D^-1/2
-    L = mean_k [ mean_{(u,v) edge} -M^k_vu log p_1(h^k_u * h^k_v)
-                 + mean_{(u,v) no edge} -log p_2(h^k_u * h^k_v) ]
-
-Z. Zhao et al., "Masked Graph Autoencoder with Non-discrete Bandwidths", WWW 2024. (p_1, p_2) is the
-softmax of the two outputs of one decoder that all layers share, so all have the same width D. The
-two directions of an edge have independent bandwidths. The embedding is all layers side by side,
-without bandwidths. Pairs are scored by the dot product of the last layer, as the authors do, or by
-log p_1 - log p_2 (`link_score: decoder`). Unlike theirs, this program does not stop early.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import GCNConv
-from torch_geometric.utils import softmax
 
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import adam, prepared, propagation
@@ -93,7 +76,7 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 
-class MaskGAE(nn.Module):
+class Model(nn.Module):
     def __init__(self, num_features: int, settings: Mapping[str, Any]) -> None:
         super().__init__()
         hidden, out, layers = settings["hidden"], settings["out"], settings["layers"]
@@ -127,8 +110,8 @@ def degree_loss(predicted: Tensor, masked: Tensor) -> Tensor:
     return F.mse_loss(F.relu(predicted.squeeze(-1)), degree)
 
 
-def maskgae_loss(
-    model: MaskGAE,
+def loss(
+    model: Model,
     x: Tensor,
     visible: Tensor,
     masked: Tensor,
@@ -172,9 +155,9 @@ def train(model: nn.Module, batches: Batches, settings: Mapping[str, Any], step:
     model.eval()
 
 
-def maskgae(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
+def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     x = prepared(graph.x, settings["normalize"])
-    model = MaskGAE(x.shape[1], settings).to(x.device)
+    model = Model(x.shape[1], settings).to(x.device)
     paths = MaskConfig(
         start=settings["start"],
         start_rate=settings["mask_rate"],
@@ -191,7 +174,7 @@ def maskgae(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) ->
         negative = masker.negatives(masked.shape[1], epoch).t().to(x.device)
         parts = (pairs.split(settings["batch_edges"], dim=1) for pairs in (masked, negative))
         for positive, others in zip(*parts, strict=True):
-            yield maskgae_loss(model, x, visible, masked, positive, others, settings["alpha"])
+            yield loss(model, x, visible, masked, positive, others, settings["alpha"])
 
     train(model, batches, settings, step)
     with torch.no_grad():
@@ -201,74 +184,3 @@ def maskgae(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) ->
         return pair_logits(model.edge_decoder, layers[-1], pairs).squeeze(-1)
 
     return Fitted(torch.cat(layers, 1), link_scorer(score, x.device))
-
-
-class Bandana(nn.Module):
-    def __init__(self, num_features: int, settings: Mapping[str, Any]) -> None:
-        super().__init__()
-        width = settings["hidden"]
-        self.encoder = Encoder([num_features] + [width] * settings["layers"], settings["dropout"])
-        decoder = (settings["decoder_hidden"], 2, settings["decoder_layers"])
-        self.decoder = MLP(width, *decoder, settings["decoder_dropout"])
-
-
-def bandwidths(noise: Tensor, target: Tensor, num_nodes: int, temperature: float) -> Tensor:
-    """M of one layer: softmax of noise / t over edges with the same target; noise, target [E]."""
-    return softmax(noise / temperature, target, num_nodes=num_nodes)
-
-
-def layer_loss(positive: Tensor, negative: Tensor, width: Tensor) -> Tensor:
-    """The bracket of L: logits of edges [P, 2] and of non-edges [Q, 2], widths of edges [P]."""
-    predicted = -(width * positive.log_softmax(1)[:, 0]).mean()
-    return predicted - negative.log_softmax(1)[:, 1].mean()
-
-
-def bandana_loss(
-    model: Bandana,
-    x: Tensor,
-    edge_index: Tensor,
-    widths: list[Tensor],
-    batch: Tensor,
-    negative: Tensor,
-) -> Tensor:
-    """L of one batch: widths [E] per layer, `batch` int64 [P] into the edges, `negative` [2, Q]."""
-    adjacencies = [propagation(edge_index, x.shape[0], x.dtype, width) for width in widths]
-    parts = []
-    for h, width in zip(model.encoder(x, adjacencies), widths, strict=True):
-        ends = (edge_index[:, batch], negative)
-        yes, no = (pair_logits(model.decoder, h, pairs) for pairs in ends)
-        parts.append(layer_loss(yes, no, width[batch]))
-    return torch.stack(parts).mean()
-
-
-def pair_score(how: str, decoder: nn.Module, z: Tensor, pairs: Tensor) -> Tensor:
-    """Pairs [2, P] -> scores [P]: `dot` z_u . z_v, `decoder` log p_1 - log p_2."""
-    if how == "dot":
-        return (z[pairs[0]] * z[pairs[1]]).sum(1)
-    logits = pair_logits(decoder, z, pairs)
-    return logits[:, 0] - logits[:, 1]
-
-
-def bandana(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    x = prepared(graph.x, settings["normalize"])
-    edges, num_nodes, num_edges = graph.edge_index, graph.num_nodes, graph.edge_index.shape[1]
-    model = Bandana(x.shape[1], settings).to(x.device)
-    sampler = PathMasker(topology_of(graph), MaskConfig(), seed)  # for its non-edges alone
-    layers, size = settings["layers"], settings["batch_edges"]
-
-    def drawn() -> Tensor:
-        noise = torch.randn(num_edges, device=x.device)
-        return bandwidths(noise, edges[1], num_nodes, settings["temperature"])
-
-    def batches(epoch: int) -> Iterator[Tensor]:
-        negative = sampler.negatives(num_edges, epoch).t().to(x.device)
-        order = torch.randperm(num_edges, device=x.device)
-        for batch, others in zip(order.split(size), negative.split(size, dim=1), strict=True):
-            widths = [drawn() for _ in range(layers)]
-            yield bandana_loss(model, x, edges, widths, batch, others)
-
-    train(model, batches, settings, step)
-    with torch.no_grad():
-        outputs = model.encoder(x, [propagation(edges, num_nodes, x.dtype)] * layers)
-    score = partial(pair_score, settings["link_score"], model.decoder, outputs[-1])
-    return Fitted(torch.cat(outputs, 1), link_scorer(score, x.device))

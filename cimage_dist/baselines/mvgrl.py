@@ -1,0 +1,119 @@
+"""MVGRL: the graph against its diffusion.
+
+    S = alpha (I - (1 - alpha) P)^-1,  P as in GCN
+    h^P = PReLU(P X W_P + b_P),  h^S = PReLU(S X W_S + b_S),  s^v = sigmoid(mean_i h^v_i)
+    h~ the same as h, of X with its rows in another order;  D(h, s) = sigmoid(h^T M s + b)
+    L = mean over i and v of [-log D(h^v_i, s^w) - log(1 - D(h~^v_i, s^w))] / 2,  w the other view
+
+K. Hassani & A. H. Khasahmadi, "Contrastive Multi-View Representation Learning on Graphs", ICML
+2020. X [N, F], h^v [N, D], M [D, D], S [N, N] dense. The embedding is h^P + h^S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.transforms import GDC
+from torch_geometric.utils import subgraph
+
+from cimage_dist.baselines import Fitted, Graph, Step
+from cimage_dist.baselines.dgi import readout
+from cimage_dist.baselines.encoders import csr, minimise, prepared, propagation
+
+THRESHOLDS = (1e-5, 1e-4, 1e-3, 1e-2)
+
+
+def diffusion(edge_index: Tensor, num_nodes: int, alpha: float, dtype: torch.dtype) -> Tensor:
+    """S = alpha (I - (1 - alpha) P)^-1, personalised PageRank; P as in `propagation`; [N, N]."""
+    index, weight = gcn_norm(edge_index, num_nodes=num_nodes, dtype=dtype)
+    return GDC().diffusion_matrix_exact(index, weight, num_nodes, "ppr", alpha=alpha)
+
+
+def sparsified(s: Tensor, average_degree: float) -> Tensor:
+    """S without its small entries, every column then stretched to [0, 1].
+
+    Of a few thresholds the one is taken that leaves a mean number of entries per row closest to the
+    graph's mean degree. The released code does this for Citeseer alone.
+    """
+    counts = [float((s >= t).sum()) / s.shape[0] for t in THRESHOLDS]
+    nearest = min(range(len(counts)), key=lambda i: abs(counts[i] - average_degree))
+    s = s.where(s >= THRESHOLDS[nearest], 0)
+    low, high = s.min(0).values, s.max(0).values
+    return (s - low) / (high - low)
+
+
+class View(nn.Module):
+    """h = PReLU(M X W + b) for M = P or M = S; X [N, F], h [N, width]."""
+
+    def __init__(self, num_features: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_features, width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.act = nn.PReLU()
+        nn.init.xavier_uniform_(self.weight)
+
+    def forward(self, x: Tensor, m: Tensor) -> Tensor:
+        return self.act(m @ (x @ self.weight) + self.bias)
+
+    def both(self, x: Tensor, m: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """h of X and of X[order]; X W is shuffled instead of X, which saves a product."""
+        projected = x @ self.weight
+        return self.act(m @ projected + self.bias), self.act(m @ projected[order] + self.bias)
+
+
+class Model(nn.Module):
+    """One encoder per view and the discriminator D(h, s) = h^T M s + b, a logit."""
+
+    def __init__(self, num_features: int, width: int) -> None:
+        super().__init__()
+        self.near = View(num_features, width)
+        self.far = View(num_features, width)
+        self.bilinear = nn.Parameter(torch.empty(width, width))
+        self.bias = nn.Parameter(torch.zeros(()))
+        nn.init.xavier_uniform_(self.bilinear)
+
+    def forward(self, x: Tensor, p: Tensor, s: Tensor) -> Tensor:
+        """The embedding h^P + h^S [N, width]."""
+        return self.near(x, p) + self.far(x, s)
+
+
+def loss(model: Model, x: Tensor, p: Tensor, s: Tensor, order: Tensor) -> Tensor:
+    """L of a sampled subgraph: x [n, F], p and s [n, n]; `order` [n] is that of the rows in h~."""
+    near, near_fake = model.near.both(x, p, order)
+    far, far_fake = model.far.both(x, s, order)
+    from_near, from_far = (model.bilinear @ readout(h) for h in (near, far))
+    yes = torch.cat([near @ from_far, far @ from_near]) + model.bias
+    no = torch.cat([near_fake @ from_far, far_fake @ from_near]) + model.bias
+    logits, truth = torch.cat([yes, no]), torch.cat([torch.ones_like(yes), torch.zeros_like(no)])
+    return binary_cross_entropy_with_logits(logits, truth)
+
+
+def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
+    """Every epoch takes `samples` subgraphs of `sample_nodes` nodes drawn uniformly."""
+    n, edges = graph.num_nodes, graph.edge_index
+    x = prepared(graph.x, settings["normalize"])
+    index, weight = gcn_norm(edges, num_nodes=n, dtype=x.dtype)
+    s = diffusion(edges, n, settings["alpha"], x.dtype)
+    if settings["sparsify"]:
+        s = sparsified(s, edges.shape[1] / n)
+    size = min(settings["sample_nodes"], n)
+
+    def sample() -> Tensor:
+        nodes = torch.randperm(n, device=x.device)[:size].sort().values
+        inside, kept = subgraph(nodes, index, weight, relabel_nodes=True, num_nodes=n)
+        p = csr(inside, kept, size)
+        order = torch.randperm(size, device=x.device)
+        return loss(model, x[nodes], p, s[nodes.unsqueeze(1), nodes], order)
+
+    def objective() -> Tensor:
+        return torch.stack([sample() for _ in range(settings["samples"])]).mean()
+
+    model = Model(x.shape[1], settings["width"]).to(x.device)
+    minimise(model, objective, settings, step)
+    with torch.no_grad():
+        return Fitted(model(x, propagation(edges, n, x.dtype), s))
