@@ -20,6 +20,7 @@ from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import as_graph, evaluate
+from cimage_dist.pipeline.length import announce
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.types import CIScores
@@ -44,7 +45,7 @@ class Pretrainer:
         """Train on a Graph or a torch_geometric Data; returns self."""
         graph = as_graph(graph, self.cfg.data)
         sink = MemorySink(Progress(quiet=not self.progress))
-        stages.announce(self.cfg, graph, sink.progress)
+        announce(self.cfg, graph, sink.progress)
         try:
             trainer = stages.train(self.cfg, Comm(), sink, graph)
         finally:
