@@ -37,6 +37,7 @@ from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import as_graph, evaluate
+from cimage_dist.pipeline.length import announce
 from cimage_dist.train.progress import Progress, in_notebook
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.train.trainer import pick_device
@@ -101,7 +102,7 @@ class Pretrainer:
             return self._fit_on_ray(graph, progress)
         cfg = replace(self.cfg, data=self._data_of(graph))
         sink = MemorySink(progress)
-        stages.announce(self.cfg, graph, progress)
+        announce(self.cfg, graph, progress)
         began = time.perf_counter()
         try:
             trainer = stages.train(self.cfg, Comm(), sink, graph)

@@ -33,6 +33,7 @@ from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.length import announce
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
 
@@ -279,7 +280,7 @@ def _train_on_ray(cfg: Config, graph: Graph, run: RunDir, progress: Progress) ->
         else str(res.num_workers)
     )
     progress.note(f"training on {workers} Ray workers into {run.root}")
-    stages.announce(cfg, graph, progress)
+    announce(cfg, graph, progress)
     follower = Follower(run, progress, cfg.run.log_every)
     follower.start()
     try:

@@ -20,7 +20,6 @@ from torch import Tensor
 from cimage_dist.comm import Comm
 from cimage_dist.config import (
     Config,
-    DataConfig,
     ModelConfig,
     choices,
     describe_encoder,
@@ -30,10 +29,10 @@ from cimage_dist.config import (
 )
 from cimage_dist.config_loading import load_config, settings_of, to_yaml
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.splits import node_split, num_training_edges, settled, training_graph
+from cimage_dist.data.splits import node_split, settled, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import make_validator, why_unvalidated
+from cimage_dist.eval.links import make_validator
 from cimage_dist.io import artifacts, checkpoint, environment
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.io.rows import RowFiles, add_parquet, describe_parts, load_rows, open_rows, step_of
@@ -41,15 +40,13 @@ from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, build_model, model_from_weights, needs_moments
 from cimage_dist.pipeline import embedding
 from cimage_dist.pipeline.embedding import PART_ROWS, Execute, Tick
-from cimage_dist.train.batches import batches_per_epoch
+from cimage_dist.pipeline.length import LENGTH, announce, steps_on
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, Sink
 from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.train.trainer import Trainer, pick_device
 from cimage_dist.types import LinkSplit, NodeSplit
-
-_LENGTH = ("train.steps", "train.epochs")
 
 
 def science_changes(a: Config, b: Config) -> list[str]:
@@ -79,7 +76,7 @@ def prepare_run(cfg: Config, graph: Graph) -> RunDir:
     if run.config.is_file():
         old = load_config(run.config)
         keys = changed_training(old, cfg, graph)
-        if set(keys) <= set(_LENGTH) and steps_on(cfg, graph) >= steps_on(old, graph):
+        if set(keys) <= set(LENGTH) and steps_on(cfg, graph) >= steps_on(old, graph):
             keys = []
         if keys:
             raise UserError(
@@ -119,17 +116,6 @@ def changed_training(old: Config, new: Config, graph: Graph) -> list[str]:
     """Keys by which two configs train differently on this graph: what `auto` stands for counts."""
     here = (dataclasses.replace(cfg, data=settled(cfg.data, graph)) for cfg in (old, new))
     return science_changes(*here)
-
-
-def _edges_and_batches(cfg: Config, graph: Graph) -> tuple[int, int]:
-    """Directed training edges, and batches of a pass over them."""
-    edges = num_training_edges(graph.num_edges, settled(cfg.data, graph))
-    return edges, batches_per_epoch(cfg, graph.num_nodes, edges)
-
-
-def steps_on(cfg: Config, graph: Graph) -> int:
-    """Optimiser steps of a run on this graph."""
-    return cfg.total_steps(_edges_and_batches(cfg, graph)[1])
 
 
 def check_graph(run: RunDir, graph: Graph) -> None:
@@ -291,44 +277,6 @@ def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
     return worker(cfg, comm, sink, graph, make_validator(cfg, graph, topology, links, comm))
 
 
-def announce(cfg: Config, graph: Graph, progress: Progress) -> None:
-    """Say what is about to be trained, what was chosen for this graph, and what cannot be
-    scored.
-    """
-    progress.note(f"objective: {describe_objective(cfg)}")
-    progress.note(f"length: {describe_length(cfg, graph)}")
-    if reason := cfg.unshared_work():
-        progress.note(f"warning: {reason}")
-    if cfg.data.holdout_edges == "auto" and not graph.num_classes:
-        progress.note(_describe_holdout(graph, settled(cfg.data, graph)))
-    if reason := why_unvalidated(cfg, graph):
-        progress.note(reason)
-
-
-def describe_length(cfg: Config, graph: Graph) -> str:
-    """ "200 steps, 0.6 passes over 340,000 edges (train.steps)"."""
-    edges, per_epoch = _edges_and_batches(cfg, graph)
-    steps, passes = cfg.total_steps(per_epoch), cfg.total_batches(per_epoch) / per_epoch
-    given = [key for key in _LENGTH if getattr(cfg.train, key.partition(".")[2]) is not None]
-    by = " and ".join(given) or f"the default of {'sampled' if cfg.steps else 'whole-graph'} runs"
-    over = "masks of" if not cfg.sampler.fanouts else "passes over"
-    return f"{steps:,} steps, {passes:.3g} {over} {edges // 2:,} edges (by {by})"
-
-
-def _describe_holdout(graph: Graph, data: DataConfig) -> str:
-    if data.holdout_edges == "none":
-        return (
-            f"no labels, and of {graph.num_edges // 2:,} edges none is held out (too few, or so "
-            "many that a copy would cost gigabytes): there will be no link scores. "
-            "data.holdout_edges=link holds some out"
-        )
-    return (
-        f"no labels: {data.link_val_ratio:.0%} and {data.link_test_ratio:.0%} of the edges are "
-        "held out, so that `cimage evaluate` can score the embedding on links it has not seen; "
-        "data.holdout_edges=none trains on all"
-    )
-
-
 def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dict[str, Any]:
     """Train in this process and write the run directory; a finished run is left alone. Returns the
     summary.
@@ -358,7 +306,7 @@ def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Check
     keys = [
         key
         for key in changed_training(load_config(run.config), cfg, graph)
-        if not key.startswith("eval.") and key not in (*_LENGTH, "train.select")
+        if not key.startswith("eval.") and key not in (*LENGTH, "train.select")
     ]
     if keys:
         raise UserError(

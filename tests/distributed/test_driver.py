@@ -10,6 +10,7 @@ from cimage_dist.distributed import train
 from cimage_dist.distributed.follow import Follower
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.length import announce
 from cimage_dist.train.progress import Progress
 
 SMALL = ["data.name=sbm", "data.sbm.num_nodes=80", "data.sbm.num_blocks=2", "train.epochs=2"]
@@ -70,5 +71,5 @@ def test_the_driver_tells_the_end_from_what_workers_log(tmp_path):
 def test_workers_that_share_no_encoding_are_warned_of(more, warns, tmp_path):
     cfg = load_config(overrides=[*SMALL, f"data.store_dir={tmp_path}", *more])
     notes = Notes()
-    stages.announce(cfg, open_graph(cfg.data), notes)
+    announce(cfg, open_graph(cfg.data), notes)
     assert any("sampler.fanouts" in text for text in notes.said) == warns

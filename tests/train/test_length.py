@@ -16,6 +16,7 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
+from cimage_dist.pipeline.length import describe_length
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import Pace, Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
@@ -88,7 +89,7 @@ def test_a_sampled_run_that_says_nothing_of_its_length_is_short(store_dir, small
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     assert trainer.batches.steps_per_epoch > 500 and trainer.total_steps == SAMPLED_STEPS
     assert make_plan(cfg)["steps"]["total_steps"] == SAMPLED_STEPS
-    said = stages.describe_length(cfg, small_sbm)
+    said = describe_length(cfg, small_sbm)
     assert f"{SAMPLED_STEPS} steps" in said and "default of sampled runs" in said
 
 
