@@ -30,8 +30,8 @@ from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.data.ids import NodeIds
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.splits import training_graph
 from cimage_dist.data.sparse import rows_at
+from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
