@@ -293,7 +293,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"{', '.join(LIMITS_GB)} (default: all)")
+    parser.add_argument(
+        "cases", nargs="*", metavar="case", help=f"{', '.join(LIMITS_GB)} (default: all)"
+    )
     for name, default in (
         ("steps", 300),
         ("nodes", 200_000),

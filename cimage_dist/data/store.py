@@ -370,9 +370,7 @@ def _load_features(path: Path, manifest: Mapping[str, Any]) -> Array | CsrFeatur
         )
     parts = {name: _load(path / name) for name in SPARSE_FILES if name in files}
     try:
-        return CsrFeatures.of_store(
-            parts, manifest["counts"]["features"], manifest["dtypes"]["x"]
-        )
+        return CsrFeatures.of_store(parts, manifest["counts"]["features"], manifest["dtypes"]["x"])
     except (ValueError, IndexError, KeyError, TypeError) as error:
         raise UserError(f"Graph store {path} is damaged: {error}. {_rebuild(path)}") from None
 

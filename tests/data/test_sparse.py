@@ -95,9 +95,7 @@ def test_rows_are_gathered_in_the_order_named(tmp_path: Path) -> None:
     np.testing.assert_array_equal(torch.cat(parts), x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_per_entry"), [("binary", 2), ("counts", 3), ("real", 6)]
-)
+@pytest.mark.parametrize(("kind", "bytes_per_entry"), [("binary", 2), ("counts", 3), ("real", 6)])
 def test_few_bytes_for_an_entry(tmp_path: Path, kind: str, bytes_per_entry: int) -> None:
     x = words(kind)
     graph = open_graph(folder_of(tmp_path, x, normalize="none"))
@@ -196,9 +194,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("normalize", ["none", "unit"])
-def test_bad_values_of_sparse_matrices_are_named(
-    tmp_path: Path, case: str, normalize: str
-) -> None:
+def test_bad_values_of_sparse_matrices_are_named(tmp_path: Path, case: str, normalize: str) -> None:
     value, says = BAD[case]
     x = words().astype(np.float64)
     x[3, 4] = value

@@ -7,7 +7,7 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.inference import encode_graph, target_ranges
 from cimage_dist.nn.messages import gcn_smooth
-from cimage_dist.nn.model import build_model
+from cimage_dist.nn.model import _PairProducts, build_model
 from cimage_dist.types import EdgeList, FeatureMoments
 from tests.graphs import random_topology, topology_from_pairs
 from tests.settings import ROUTING
@@ -157,3 +157,18 @@ def test_initial_weights_follow_the_seed_and_leave_the_global_generator_alone():
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     cfg.run.seed = 4
     assert not torch.equal(build_model(5, cfg).encoder.linear.weight, a.encoder.linear.weight)
+
+
+def test_products_of_pairs_are_those_of_gathered_rows_to_the_bit():
+    """The edge decoder gathers its rows again in the backward pass instead of keeping them."""
+    pairs = torch.tensor([[0, 1], [1, 2], [0, 3], [4, 0], [2, 2]])
+    z, slope = torch.rand(6, 5), torch.rand(len(pairs), 5)
+    found = []
+    for product in (
+        lambda flat: _PairProducts.apply(flat, pairs),
+        lambda flat: flat.index_select(0, pairs[:, 0]) * flat.index_select(0, pairs[:, 1]),
+    ):
+        flat = z.clone().requires_grad_()
+        out = product(flat)
+        found.append((out.detach(), *torch.autograd.grad(out, flat, slope)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

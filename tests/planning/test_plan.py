@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from scipy.sparse import random as random_matrix
+from scipy.sparse import save_npz
 
 from cimage_dist.cli.main import main
 from cimage_dist.comm import Comm
@@ -422,3 +425,29 @@ def test_shipped_configs_pass(config, resources, tmp_path):
     files = [ROOT / "configs" / f"{name}.yaml" for name in (config, f"resources/{resources}")]
     plan = make_plan(load_config(*files, overrides=[f"data.store_dir={tmp_path}"]))
     assert plan["memory"]["limiting_bytes"] > 0
+
+
+def test_sparse_features_are_planned_by_their_entries(tmp_path: Path) -> None:
+    """What a played batch keeps of sparse features is scaled by entries, not by columns."""
+    nodes, features = 2000, 1500
+    folder = tmp_path / "words"
+    folder.mkdir()
+    x = random_matrix(nodes, features, 0.01, format="csr", random_state=0, dtype="float32")
+    save_npz(folder / "features.npz", x)
+    ring = torch.arange(nodes)
+    edges = torch.cat([torch.stack([ring, (ring + k) % nodes]) for k in (1, 7)], dim=1)
+    np.save(folder / "edges.npy", edges.numpy())
+    common = ["data.name=words", f"data.path={folder}", f"data.store_dir={tmp_path / 'stores'}"]
+    common += ["model.num_factors=4", "model.factor_dim=4", "cluster.num_clusters=3"]
+    cfg = load_config(overrides=common)
+    open_graph(cfg.data)
+    size = graph_size(cfg.data)
+    assert size.entries == x.nnz and size.store_bytes < 2_000_000
+    for mode in ([], ["sampler.fanouts=[3,3]", "sampler.batch_edges=64"]):
+        plan = make_plan(load_config(overrides=[*common, *mode]))
+        parts = {part["name"]: part["size"] for part in plan["memory"]["parts"]}
+        rows = plan["batch"]["rows"]
+        assert rows["entries"] == pytest.approx(plan["batch"]["nodes"] * x.nnz / nodes, rel=0.01)
+        dense = 4 * plan["batch"]["nodes"] * features
+        assert parts["batch: features, messages, pairs"] < dense / 2
+        assert parts.get("feature rows being read", 0) < dense / 2

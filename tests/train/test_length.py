@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cimage_dist.planning.make import make_plan
+from cimage_dist.planning import make_plan
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import SAMPLED_STEPS, Config, fingerprint

@@ -124,7 +124,9 @@ def test_dropout_by_place_is_that_of_dense_rows(pair: tuple[Graph, Graph]) -> No
         torch.manual_seed(4)
         want = dropout(every, 0.3, True)
         torch.manual_seed(4)
-        assert torch.equal(dropout(every.flip(0), 0.3, True, torch.arange(1003).flip(0)).flip(0), want)
+        assert torch.equal(
+            dropout(every.flip(0), 0.3, True, torch.arange(1003).flip(0)).flip(0), want
+        )
 
 
 def test_teleport_is_chosen_alike(
