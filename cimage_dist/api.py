@@ -171,7 +171,10 @@ class Pretrainer:
                 f"The model was trained on {width} features, graph {graph.name!r} has "
                 f"{graph.num_features}."
             )
-        if self.cfg.data.holdout_edges == "auto" and graph.fingerprint != self._graph["fingerprint"]:
+        if (
+            self.cfg.data.holdout_edges == "auto"
+            and graph.fingerprint != self._graph["fingerprint"]
+        ):
             topology = graph.topology()  # of another graph nothing needs to be held out
         else:
             topology, _ = training_graph(graph, self.cfg.data, self.cfg.run.seed)

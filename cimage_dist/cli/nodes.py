@@ -73,16 +73,12 @@ def do_new(args: argparse.Namespace) -> Any:
 
 def _config_text(name: str, folder: Path, files: dict[str, Path]) -> str:
     """The settings a person may want to change, with what they mean; all others are left out."""
-    from cimage_dist.config import TrainConfig
-
     found = ", ".join(file.name for file in files.values())
     absent = [role for role in ("features", "labels", "splits") if role not in files]
     lack = f" There is no file of {' or '.join(absent)}." if absent else ""
     is_large = files["edges"].stat().st_size > _LARGE_BYTES
     features = "given" if "features" in files else "degree"
     fanouts = "[10, 10]" if is_large else "[]"
-    epochs = TrainConfig().epochs
-    link = "none" if "labels" in files else "link"
     return f"""\
 # {name}: cimage pretrain {name}.yaml, then cimage evaluate, export, neighbors or report with it.
 # Found in {folder}: {found}.{lack}
@@ -95,9 +91,9 @@ data:
   features: {features}
   # Rows of features are scaled to length 1 (unit), to sum 1 (row), or kept (none).
   normalize: unit
-  # link keeps 15 % of the edges out of training, so that `evaluate` can score predicted links; it
-  # is how an embedding is judged where there are no labels.
-  holdout_edges: {link}
+  # auto keeps 5 % of the edges out of training where there are no labels, so that `evaluate` can
+  # judge by predicted links; link keeps 15 % out in any case, none trains on all.
+  holdout_edges: auto
   # Shares of the labelled nodes that train and validate the probe of `evaluate`; the rest tests it.
   # Embeddings are trained without labels.
   train_ratio: 0.1
@@ -114,7 +110,8 @@ sampler:
   # hop, e.g. [10, 10].
   fanouts: {fanouts}
 train:
-  epochs: {epochs}
+  # Optimiser steps; null: 30 on the whole graph, 100 with sampled neighbours.
+  steps: null
 run:
   seed: 0
   # Where everything is written; without it runs/{name}/<fingerprint>/seed-0.

@@ -189,8 +189,7 @@ class LossConfig:
         "one cosine per node over all hidden factors (paper), or one per factor (released code)",
     )
     factor_target: Literal["self", "detached"] = opt(
-        "self",
-        "what is reconstructed: the masked view's own factors, with or without a gradient",
+        "self", "what is reconstructed: the masked view's own factors, with or without a gradient"
     )
     redundancy_weight: float = opt(
         1.0, "weight of the redundancy loss; above 0 each step encodes a second view"

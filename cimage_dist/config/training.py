@@ -85,8 +85,7 @@ class CIConfig:
         "into random halves, one for the whole run or a new one at every refresh",
     )
     normalize: bool = opt(
-        True,
-        "score factors of unit length (the paper's Z); false: as routing sums them",
+        True, "score factors of unit length (the paper's Z); false: as routing sums them"
     )
     average: float = opt(
         0.5,
@@ -117,8 +116,7 @@ class CIConfig:
     )
     block_size: int = opt(20, "samples per HSIC block")
     repeats: Optional[int] = opt(
-        None,
-        "permutations of the sample; unset: at least 3, and as many as give 500 blocks",
+        None, "permutations of the sample; unset: at least 3, and as many as give 500 blocks"
     )
     block_classes: Optional[int] = opt(
         None, "classes per block; unset: all (5 is advised for more than 20 classes)"

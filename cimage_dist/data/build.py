@@ -29,11 +29,7 @@ def index_dtype(num_nodes: int) -> np.dtype[Any]:
 
 def write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     """What a .npy file of an array in row order begins with."""
-    facts = {
-        "descr": np.lib.format.dtype_to_descr(dtype),
-        "fortran_order": False,
-        "shape": shape,
-    }
+    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, facts)
 
 

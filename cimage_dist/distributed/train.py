@@ -43,10 +43,7 @@ _LOCK_PATIENCE_S = (
 )
 # Ray's own defaults notice a frozen worker after ten minutes and give workers that have no room, as
 # after the loss of their node, a minute. The user's environment wins.
-_ALERT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
-}
+_ALERT = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15"}
 _RESIZE_EVERY_S = float(
     os.environ.get("CIMAGE_RESIZE_EVERY_S", "30")
 )  # an elastic run looks for new nodes

@@ -42,10 +42,7 @@ def pagerank_weights(alpha: float, steps: int = STEPS) -> list[float]:
 
 @torch.no_grad()
 def propagate(
-    x: Features,
-    topology: Topology,
-    weights: Sequence[Sequence[float]],
-    nodes: Tensor | None = None,
+    x: Features, topology: Topology, weights: Sequence[Sequence[float]], nodes: Tensor | None = None
 ) -> Tensor:
     """Σ_s weights[j][s] Â^s x for every j, float32 [J, n, F]; of `nodes` int64 [n] only, else all.
 

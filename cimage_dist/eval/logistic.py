@@ -107,10 +107,7 @@ def logistic_path(
 
 
 def _exact(
-    x: Rows,
-    y: Array,
-    num_classes: int,
-    strengths: tuple[float, ...],
+    x: Rows, y: Array, num_classes: int, strengths: tuple[float, ...]
 ) -> tuple[Array, Array]:
     """(weight [S, M, F], bias [S, M])."""
     num_rows, width = x.shape
@@ -141,12 +138,7 @@ def _exact(
 
 
 def _minimise(
-    x: Rows,
-    centre: Array,
-    y: Array,
-    weight: Array,
-    bias: Array,
-    strength: float,
+    x: Rows, centre: Array, y: Array, weight: Array, bias: Array, strength: float
 ) -> tuple[Array, Array]:
     """L-BFGS from (weight [F, M], bias [M]) on the objective divided by C·n; rows x − centre."""
     from scipy.optimize import minimize
@@ -180,10 +172,7 @@ def _minimise(
 
 
 def _by_batches(
-    x: Rows,
-    y: Array,
-    num_classes: int,
-    strengths: tuple[float, ...],
+    x: Rows, y: Array, num_classes: int, strengths: tuple[float, ...]
 ) -> tuple[Array, Array]:
     """(weight [S, M, F], bias [S, M]) by Adam on keyed batches, the rate falling to 0 by a cosine.
 

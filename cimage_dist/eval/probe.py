@@ -138,14 +138,7 @@ def _choose(hits: np.ndarray, loss: np.ndarray) -> int:
     return min(range(len(hits)), key=lambda at: (-int(hits[at]), float(loss[at]), at))
 
 
-def _by_folds(
-    x: Rows,
-    y: np.ndarray,
-    gids: Tensor,
-    num_classes: int,
-    path: Path,
-    seed: int,
-) -> int:
+def _by_folds(x: Rows, y: np.ndarray, gids: Tensor, num_classes: int, path: Path, seed: int) -> int:
     """Position of the chosen C: hits and cross-entropy summed over the folds of the training nodes.
 
     The nodes of a class, in keyed order, go to the folds in turn; there are as many folds as the

@@ -185,10 +185,7 @@ def pack_record(name: str, record: Any) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def unpack_record(
-    kind: type[Record],
-    name: str,
-    tensors: dict[str, Tensor],
-    plain: dict[str, Any],
+    kind: type[Record], name: str, tensors: dict[str, Tensor], plain: dict[str, Any]
 ) -> Record:
     """The `kind` that `pack_record` took apart; `tensors` may hold others too."""
     prefix = f"{name}."

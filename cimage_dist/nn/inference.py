@@ -93,9 +93,7 @@ def _projected(encoder: Encoder, x: Features, max_floats: int) -> Tensor:
     weight, cfg = encoder.linear.weight, encoder.cfg
     step = max(1, max_floats // max(cfg.num_factors * cfg.factor_dim, x.shape[1]))
     parts = x.split(step) if x.shape[0] else [x]
-    return torch.cat(
-        [encoder.project(placed(part, weight.device, weight.dtype)) for part in parts]
-    )
+    return torch.cat([encoder.project(placed(part, weight.device, weight.dtype)) for part in parts])
 
 
 def _layer_of(

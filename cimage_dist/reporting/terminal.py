@@ -163,10 +163,7 @@ def print_scores(result: dict[str, Any]) -> None:
     title = "scores without labels (below: what they mean)" if is_free else "scores in percent"
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
-        table.add_column(
-            name,
-            justify="left" if i == 0 else "right",
-        )
+        table.add_column(name, justify="left" if i == 0 else "right")
     for row in rows:
         best = winners(row)
         table.add_row(*[Text(cell, "bold" if i in best else "") for i, cell in enumerate(row)])

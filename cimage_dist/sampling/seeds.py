@@ -171,13 +171,7 @@ class SeedSchedule:
     edge with weight 0. Which endpoint comes first is a keyed coin: neither end is special.
     """
 
-    def __init__(
-        self,
-        indptr: IntArray,
-        indices: IntArray,
-        batch_edges: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, indptr: IntArray, indices: IntArray, batch_edges: int, seed: int) -> None:
         if batch_edges < 1:
             raise UserError(
                 f"a batch needs at least one edge, but sampler.batch_edges is {batch_edges}. "

@@ -110,9 +110,7 @@ def random_scores(num_factors: int, seed: int) -> CIScores:
 
 
 def redrawn_scores(
-    cfg: Config,
-    step: int,
-    previous: CIScores | None,
+    cfg: Config, step: int, previous: CIScores | None
 ) -> tuple[CIScores, dict[str, Any]]:
     """The other control: a new random half, keyed by seed and step, and what to log."""
     scores = random_scores(cfg.model.num_factors, keyed.derive(cfg.run.seed, step))
@@ -278,12 +276,7 @@ class Refresher:
         }
 
     def _statistics(
-        self,
-        rows: Tensor,
-        labels: Tensor,
-        gids: Tensor,
-        step: int,
-        draw: int = 0,
+        self, rows: Tensor, labels: Tensor, gids: Tensor, step: int, draw: int = 0
     ) -> HsicStats:
         """Collective: HSIC of the rows [n, K, c] in blocks of this step, others for each `draw`."""
         ci, key = self.cfg.ci, keyed.derive(self.cfg.run.seed, step, *([draw] if draw else []))

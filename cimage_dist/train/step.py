@@ -24,11 +24,7 @@ from cimage_dist.types import Batch, CIScores
 
 
 def loss_terms(
-    model: nn.Module,
-    batch: Batch,
-    cfg: Config,
-    scores: CIScores | None,
-    comm: Comm,
+    model: nn.Module, batch: Batch, cfg: Config, scores: CIScores | None, comm: Comm
 ) -> dict[str, Tensor]:
     """Collective: this rank's share of each term that has a weight in the objective."""
     use_factors = cfg.loss.factor_weight > 0 and scores is not None

@@ -168,7 +168,7 @@ def test_a_config_for_a_folder(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "my graph" / "labels.csv").unlink()
     assert cli("new", "my graph", "--out", "other.yaml").code == 0
     bare = load_config("other.yaml")
-    assert bare.data.features == "degree" and bare.data.holdout_edges == "link"
+    assert bare.data.features == "degree" and bare.data.holdout_edges == "auto"
     assert cli("new", "nowhere").code == 2
 
 

@@ -53,8 +53,7 @@ def test_numbered_nodes(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edges", "y"),
-    [(NAMED, pd.Series(Y, NAMES)), (NAMED.to_numpy(dtype=str), None)],
+    ("edges", "y"), [(NAMED, pd.Series(Y, NAMES)), (NAMED.to_numpy(dtype=str), None)]
 )
 def test_named_nodes(edges: object, y: object) -> None:
     graph = Graph.from_edges(edges, FRAME, y, normalize="none")

@@ -194,10 +194,7 @@ def check_against_autograd(
         for name, value in PATHS[path].items():
             stack.enter_context(mock.patch.object(routing_triton, name, value))
         runs = [
-            (
-                routing_triton.forward(call),
-                *routing_triton.backward(grad, call),
-            )
+            (routing_triton.forward(call), *routing_triton.backward(grad, call))
             for _ in range(times)
         ]
     for again in runs[1:]:

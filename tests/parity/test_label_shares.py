@@ -46,10 +46,10 @@ def shares(comm: Comm, store_dir: Path, file: Path, sources: list[str]) -> dict[
         trainer = Trainer(cfg, graph, graph.topology(), comm)
         sink = MemorySink()
         if source == "run" and comm.is_main:
-            loop._prepare_scores(Trainer(cfg, graph, graph.topology(), Comm()), sink)
+            loop._prepare_scores(Trainer(cfg, graph, graph.topology(), Comm()), sink, True)
         comm.broadcast_object = watched  # type: ignore[method-assign]
         try:
-            loop._prepare_scores(trainer, sink)
+            loop._prepare_scores(trainer, sink, True)
         except UserError as error:
             found[source] = str(error)
             continue

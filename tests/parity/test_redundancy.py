@@ -30,10 +30,7 @@ def shares(comm: Comm, cuts: list[int]) -> dict[str, Any]:
     start = torch.randn(7, WIDTH, dtype=torch.float64, generator=generator)
     weight = (torch.arange(N) % 4).clamp(max=2).float()
     mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
-    forms: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "weighted": {"weight": weight[mine]},
-    }
+    forms: dict[str, dict[str, Any]] = {"plain": {}, "weighted": {"weight": weight[mine]}}
     out = {}
     for name, options in forms.items():
         projection = start.clone().requires_grad_()

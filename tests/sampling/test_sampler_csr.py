@@ -146,11 +146,7 @@ def test_hidden_edges_are_never_seen_in_either_direction(fanouts: list[int], rat
 
 
 def inclusion(
-    graph: Csr,
-    target: int,
-    fanout: int,
-    trials: int,
-    hidden: HiddenEdges | None = None,
+    graph: Csr, target: int, fanout: int, trials: int, hidden: HiddenEdges | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """How often each neighbour, and each pair of the first ten, was drawn."""
     degree = len(neighbours(graph, target))
@@ -198,11 +194,7 @@ def test_rescaled_sum_is_unbiased_with_a_keyed_hidden_share() -> None:
     totals = []
     for key in range(300):
         sub = sample(
-            *graph,
-            np.array([0]),
-            [10],
-            key=key,
-            hidden=hide(501, extra_rate=0.3, extra_key=key),
+            *graph, np.array([0]), [10], key=key, hidden=hide(501, extra_rate=0.3, extra_key=key)
         )
         assert sub.edges.weight is not None and len(sub.edges.weight) == 10
         totals.append(sub.edges.weight.sum())
@@ -295,11 +287,7 @@ def test_tiny_and_empty_graphs() -> None:
     assert messages(sub) == {3: [], 1: [2], 0: [], 2: [1]}
     assert sub.hops == ((3, 1, 0, 0), (1, 1, 0))
     hidden = sample(
-        *edge,
-        np.array([1, 2]),
-        [-1],
-        key=0,
-        hidden=hide(4, np.array([2]), np.array([1])),
+        *edge, np.array([1, 2]), [-1], key=0, hidden=hide(4, np.array([2]), np.array([1]))
     )
     assert hidden.edges.degree is not None
     assert len(hidden.edges.src) == 0 and hidden.edges.degree.tolist() == [0, 0]

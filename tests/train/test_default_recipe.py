@@ -142,7 +142,7 @@ def test_saved_and_loaded_without_a_graph(small_sbm: Graph, tmp_path: Path) -> N
     assert cfg.model.factor_dim == 0
     fitted = Pretrainer(cfg).fit(small_sbm)
     loaded = Pretrainer.load(fitted.save(tmp_path / "model"))
-    assert loaded.cfg == fitted.cfg
+    assert loaded.cfg == fitted.config_
     assert torch.equal(loaded.embed(small_sbm), fitted.embed(small_sbm))
     sized = fitted.model_.encoder.cfg
     assert sized.factor_dim > 0 and loaded.model_.encoder.cfg == sized

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cimage_dist.planning import make_plan
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import SAMPLED_STEPS, Config, fingerprint
@@ -17,6 +16,7 @@ from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.length import describe_length
+from cimage_dist.planning import make_plan
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import Pace, Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
