@@ -171,7 +171,7 @@ class SamplerConfig:
     )
     batch_edges: int = opt(1024, "seed edges of the global batch, whatever the number of workers")
     backend: Literal["auto", "pyg-lib", "torch-sparse", "csr"] = opt(
-        "auto", "neighbour sampler; auto: pyg-lib where present, else our own csr"
+        "auto", "neighbour sampler; auto: our own csr, drawn by seed, step and node alone"
     )
     rescale: bool = opt(True, "weight messages by degree / sampled neighbours")
     hide_rate: float = opt(

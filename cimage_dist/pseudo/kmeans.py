@@ -22,8 +22,7 @@ from cimage_dist.errors import UserError
 
 # Rows, scores and float64 rows of a chunk stay in a processor's cache at usual widths.
 CHUNK_ROWS = 4_096
-_IDS_PER_CHUNK = 1 << 16
-_SAMPLE_PER_CLUSTER = 256
+_IDS_PER_CHUNK, _SAMPLE_PER_CLUSTER = 1 << 16, 256
 # Rows are finite by the time they are added; sums over a row may be taken in vector order.
 _FAST = {"nnan", "ninf", "nsz", "reassoc", "contract"}
 _VECTOR, _SUM_COLUMNS = 16, 512
@@ -33,8 +32,7 @@ _TIE = 1e-9  # relative difference of inertia below which the earlier start is k
 
 @dataclass(frozen=True)
 class KMeansResult:
-    """`labels[i]` is the centre nearest to local row i; inertia and centres are those of all ranks
-    together.
+    """`labels[i]` is the centre nearest to local row i; inertia and centres are of all ranks.
 
     labels int64 [N]; centres float64 [C, D]; confidence [N] = d2 - d1, the gap between the two
     smallest squared distances.

@@ -37,25 +37,17 @@ from cimage_dist.types import EdgeList, Features, Hops, SparseRows, View
 log = logging.getLogger("cimage")
 
 _MODULES = {"pyg-lib": "pyg_lib", "torch-sparse": "torch_sparse"}
-_MAX_PRIVATE_COPY = 1 << 30
 
 # (colptr, row, seeds, fan-out) -> (local target, entry) of the drawn neighbours of one hop
 OneHop = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-def resolve_backend(name: str, copy_bytes: int = 0) -> str:
-    """The backend that will run: `name` itself, or for `auto` pyg-lib where it can be imported,
-    else csr.
-
-    The compiled backends read int64 columns only; `copy_bytes` is what a converted private copy
-    would take in every process. Above 1 GiB `auto` prefers csr, which reads the mapped file as it
-    is.
+def resolve_backend(name: str) -> str:
+    """The backend that will run: `name` itself, for `auto` csr, whose draws are a function of
+    (seed, step, node): a run resumes to the bit on any machine.
     """
-    if name == "csr":
-        return name
-    if name == "auto":
-        is_usable = copy_bytes <= _MAX_PRIVATE_COPY and _import_error("pyg-lib") is None
-        return "pyg-lib" if is_usable else "csr"
+    if name in ("auto", "csr"):
+        return "csr"
     if name not in _MODULES:
         raise UserError(
             f"sampler.backend is {name!r}, which does not exist. Choose one of auto, csr, "
@@ -144,7 +136,7 @@ class NeighbourSampler:
         # Whether messages can have a weight other than 1.
         self.is_weighted = rescale and any(fanout >= 0 for fanout in self.fanouts)
         is_wide = self.graph.indices.dtype == np.int64
-        self.backend = resolve_backend(backend, 0 if is_wide else 8 * len(self.graph.indices))
+        self.backend = resolve_backend(backend)
         self._columns: tuple[Tensor, Tensor] | None = None
         if self.backend != "csr":
             if not is_wide:
