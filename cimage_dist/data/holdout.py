@@ -22,7 +22,7 @@ from cimage_dist.io import artifacts
 from cimage_dist.types import LinkSplit, Topology
 
 _FORMAT = 1
-_STORED_FROM = 1 << 20  # directed edges; fewer are drawn anew in less than a tenth of a second
+_STORED_FROM = 1 << 20  # directed edges; fewer are drawn again in less than a tenth of a second
 _PAIRS = ("val_pos", "val_neg", "test_pos", "test_neg")
 
 
@@ -50,13 +50,13 @@ def stored(graph: Graph, data: DataConfig, seed: int, make: Callable[[], LinkSpl
 
 def folder_of(graph: Graph, data: DataConfig, seed: int) -> Path:
     """Named by the graph's content and everything that decides the draw."""
-    told = {
+    facts = {
         "format": _FORMAT,
         "graph": graph.fingerprint,
         "ratios": [data.link_val_ratio, data.link_test_ratio],
         "seed": seed,
     }
-    name = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+    name = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=6).hexdigest()
     return Path(data.stage_dir or data.store_dir) / "holdouts" / f"{data.name}-{name}"
 
 

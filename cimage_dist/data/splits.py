@@ -20,8 +20,8 @@ def training_graph(graph: Graph, data: DataConfig, seed: int) -> tuple[Topology,
     there are any.
 
     With data.holdout_edges=link (or auto, see `settled`) no validation or test edge is in that
-    topology, in either direction (§2.3). Of a large graph all processes of a machine map one copy of
-    it (`holdout.py`).
+    topology, in either direction (§2.3). All processes of a machine map one copy of a large one
+    (`holdout.py`).
     """
     topology, data = graph.topology(), settled(data, graph)
     if data.holdout_edges == "none":

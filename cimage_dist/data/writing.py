@@ -212,7 +212,7 @@ def _write_features(
         assert moments is not None
         return _Written(["x.npy", *_write_moments(moments.finish(), out)], width, scale, None)
     names = write_sparse(found, out)
-    # Computed anew from sparse rows in little time, unless there are very many of these.
+    # Computed again from sparse rows in little time, unless there are very many of these.
     size = 4 * width * (width if width <= FULL_WIDTH else min(SAMPLED_ROWS, num_nodes))
     if size <= _MOMENT_SHARE * sum((out / name).stat().st_size for name in names):
         names += _write_moments(moments_of(found), out)

@@ -287,7 +287,7 @@ def _smoothed_bytes(size: GraphSize, world: int) -> float:
 
 
 def refresh_rows(cfg: Config, size: GraphSize) -> tuple[int, int]:
-    """Rows of all ranks that a refresh gathers: the sample of the scores, the bank of the growth."""
+    """Rows of all ranks that a refresh gathers: sample of the scores, bank of the growth."""
     bank = min(cfg.cluster.bank_size, size.nodes) if cfg.cluster.growth == "any" else 0
     return min(cfg.ci.max_samples, size.nodes), bank
 

@@ -34,6 +34,7 @@ from cimage_dist.reporting.page import section, write_page
 from cimage_dist.reporting.terminal import footnotes, score_table, winners
 from cimage_dist.reporting.training import cost_charts, loss_charts, of_kind, partition_charts
 from cimage_dist.reporting.words import GLOSSARY, introduction
+from cimage_dist.train.progress import duration
 from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 
 Note = Callable[[str], None]
@@ -167,20 +168,10 @@ def _facts(run: _Run) -> list[tuple[str, str]]:
     train = of_kind(run.records, "train")
     facts.append((f"{run.summary['steps']:,}", "steps"))
     if train and all("seconds" in r for r in train):
-        facts.append((_duration(sum(r["seconds"] for r in train)), "training"))
+        facts.append((duration(sum(r["seconds"] for r in train)), "training"))
     if train and "memory_gb" in train[-1]:
         facts.append((f"{max(r['memory_gb'] for r in train):.2f} GB", "memory of the process"))
     return facts
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def verdict(
