@@ -180,12 +180,12 @@ def average_ranks(
 def _cost(
     found: Mapping[str, Mapping[str, Sequence[Result]]], begun: Sequence[str], rows: Sequence[str]
 ) -> list[str]:
-    lines = [f"| seconds, peak GB | {' | '.join(begun)} |", "|---|" + "---|" * len(begun)]
+    lines = [f"| CPU seconds of training, peak GB | {' | '.join(begun)} |", "|---|" + "---|" * len(begun)]
     for name in rows:
         cells = []
         for dataset in begun:
             done = found[dataset].get(name, [])
-            times = [r["seconds"] for r in done if r.get("seconds")]
+            times = [r["cpu_seconds"] for r in done if r.get("cpu_seconds")]
             peak = max((r["peak_gb"] for r in done if r.get("peak_gb")), default=0.0)
             cells.append(f"{np.mean(times):.0f}, {peak:.2f}" if times else "-")
         if set(cells) != {"-"}:

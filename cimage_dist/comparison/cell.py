@@ -121,7 +121,7 @@ def _ours(cell: Cell, progress: Progress) -> Result:
     controls = found.get("controls", {})
     return _only(_KEPT, found) | {
         **cost,
-        "seconds": cost["seconds"] if is_whole else None,
+        **({} if is_whole else {"seconds": None, "cpu_seconds": None}),
         "objective": found["objective"],
         "run_dir": found["run_dir"],
         "controls": {name: _only(_OF_CONTROLS, scores) for name, scores in controls.items()},
@@ -176,11 +176,17 @@ def _by_columns(score: Callable[[Tensor], Tensor], device: torch.device) -> Pair
 
 
 def _measured(train: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """What `train` made, and its cost: unlike the time that passed, the seconds of all threads
+    together hardly depend on what else the machine does.
+    """
     environment.forget_peak_memory()
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     made = train()
-    seconds = round(time.perf_counter() - began, 2)
-    return made, {"seconds": seconds, "peak_gb": round(environment.peak_memory() / 1e9, 3)}
+    return made, {
+        "seconds": round(time.perf_counter() - began, 2),
+        "cpu_seconds": round(time.process_time() - cpu_began, 2),
+        "peak_gb": round(environment.peak_memory() / 1e9, 3),
+    }
 
 
 def in_own_process(cell: Cell, quiet: bool, stage: str) -> Result:

@@ -24,7 +24,7 @@ def write(results, dataset, method, *scores, **more):
     folder = TABLE.folder(results, dataset) / method
     folder.mkdir(parents=True)
     for seed, score in enumerate(scores):
-        cell = {"method": method, "seed": seed, "node": {"test": score}, "seconds": 2.0}
+        cell = {"method": method, "seed": seed, "node": {"test": score}, "cpu_seconds": 2.0}
         cell |= {"peak_gb": 0.5, "commit": "abc", "controls": {}} | more
         (folder / f"seed-{seed}.json").write_text(json.dumps(cell))
 
