@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.config import ModelConfig
-from cimage_dist.nn.features import dropout, project_rows
-from cimage_dist.nn.messages import gcn_smooth
-from cimage_dist.nn.norm import make_norm
-from cimage_dist.nn.propagate import propagate
+from cimage_dist.nn.projection import dropout, make_norm, project_rows
+from cimage_dist.nn.propagate import gcn_smooth, propagate
 from cimage_dist.nn.routing import RoutingConv, normalize_factors
 from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops
 

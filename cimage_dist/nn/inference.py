@@ -15,9 +15,8 @@ from torch import Tensor
 
 from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
-from cimage_dist.nn.features import placed
-from cimage_dist.nn.messages import gcn_smooth
-from cimage_dist.nn.propagate import RowPropagation
+from cimage_dist.nn.projection import placed
+from cimage_dist.nn.propagate import RowPropagation, gcn_smooth
 from cimage_dist.nn.routing import normalize_factors, use_fused
 from cimage_dist.types import EdgeList, Features, Topology
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist.nn.kernels import EPS, Routing
+from cimage_dist.nn.routing import EPS, Routing
 
 _HUB_DEGREE = 1024  # a target of more messages is a hub
 _HUB_PARTS = 64  # programs per hub and round
