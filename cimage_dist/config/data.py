@@ -1,12 +1,32 @@
-"""Where the graph comes from and how it is split."""
+"""What a run is given: where the graph comes from and how it is split, where the run is kept and
+what it runs on. First, what all sections are made of: a field with its help, and a check that
+names its key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal, Optional
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
 
-from cimage_dist.config.fields import need, opt, section
+from cimage_dist.errors import UserError
+
+
+def opt(default: Any, help: str) -> Any:
+    """A field with its explanation, shown by `cimage show --keys`."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def section(cls: type, help: str) -> Any:
+    return field(default_factory=cls, metadata={"help": help})
+
+
+def need(ok: bool, key: str, rule: str, got: Any) -> None:
+    if not ok:
+        raise UserError(f"{key} {rule}; got {got!r}.")
+
 
 VAL_RATIO, TEST_RATIO = 0.05, 0.10  # of the edges, as usual in link prediction
 SMALL_VAL_RATIO, SMALL_TEST_RATIO = 0.02, 0.03  # where links are only there to judge by
@@ -208,3 +228,85 @@ class DataConfig:
 def _check_words(name: str, given: dict[str, str], known: tuple[str, ...]) -> None:
     for key in given:
         need(key in known, f"data.{name}", f"names one of {', '.join(known)}", key)
+
+
+@dataclass
+class RunConfig:
+    seed: int = opt(0, "seed of everything drawn in this run")
+    dir: Optional[str] = opt(
+        None, "run directory; unset: runs/<data.name>/<fingerprint>/seed-<seed>"
+    )
+    log_every: int = opt(10, "steps between lines in metrics.jsonl")
+    checkpoint_every: int = opt(50, "steps between checkpoints; the last step is always saved")
+    checkpoint_minutes: float = opt(
+        0.0, "also save when this many minutes have passed since the last checkpoint; 0: never"
+    )
+    keep_checkpoints: int = opt(2, "how many recent checkpoints stay, beside the best")
+    tensorboard: bool = opt(True, "write TensorBoard events")
+    mlflow: Optional[str] = opt(
+        None,
+        "also log to MLflow: its tracking URI, e.g. sqlite:///mlflow.db or http://host:5000 "
+        "(needs the mlflow package)",
+    )
+
+    def __post_init__(self) -> None:
+        need(
+            0 <= self.seed < 2**62, "run.seed", "must not be negative (nor 2^62 or more)", self.seed
+        )
+        need(
+            self.checkpoint_minutes >= 0,
+            "run.checkpoint_minutes",
+            "must not be negative",
+            self.checkpoint_minutes,
+        )
+        for name in ("log_every", "checkpoint_every", "keep_checkpoints"):
+            need(getattr(self, name) >= 1, f"run.{name}", "must be at least 1", getattr(self, name))
+
+
+@dataclass
+class ResourcesConfig:
+    num_workers: int = opt(1, "training processes with --on ray")
+    min_workers: int = opt(
+        0, "fewest workers an elastic run continues with; 0: num_workers, not elastic"
+    )
+    cpus_per_worker: int = opt(1, "CPUs that Ray reserves for each worker")
+    threads: int = opt(
+        0, "CPU threads of each process; 0: cpus_per_worker with --on ray, else torch's choice"
+    )
+    device: Literal["auto", "cpu", "cuda"] = opt(
+        "auto", "where tensors live; auto: CUDA where there is one"
+    )
+    compile: bool = opt(
+        False, "torch.compile the decoders; needs a C++ compiler on a CPU, Triton on a GPU"
+    )
+    lost_after_s: int = opt(
+        25, "seconds without a sign of life after which a worker is taken for lost; all start again"
+    )
+    timeout_s: int = opt(
+        600, "seconds after which a collective fails though all workers show signs of life"
+    )
+    max_failures: int = opt(
+        3, "worker failures after which Ray gives up; each resumes from the last checkpoint"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "cpus_per_worker", "lost_after_s", "timeout_s"):
+            need(
+                getattr(self, name) >= 1,
+                f"resources.{name}",
+                "must be at least 1",
+                getattr(self, name),
+            )
+        for name in ("min_workers", "threads", "max_failures"):
+            need(
+                getattr(self, name) >= 0,
+                f"resources.{name}",
+                "must not be negative",
+                getattr(self, name),
+            )
+        need(
+            self.min_workers <= self.num_workers,
+            "resources.min_workers",
+            f"must not exceed resources.num_workers ({self.num_workers})",
+            self.min_workers,
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from cimage_dist import registry
-from cimage_dist.config.fields import need, opt
+from cimage_dist.config.data import need, opt
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from cimage_dist import registry
-from cimage_dist.config.fields import need, opt
+from cimage_dist.config.data import need, opt
 
 # How long a run is that says nothing of it. A pass over the whole graph is one step, a sampled one
 # may be ten thousand, so the default of sampled runs counts steps.
