@@ -22,7 +22,7 @@ from cimage_dist.comparison.cell import Cell, in_own_process
 from cimage_dist.comparison.summary import controls_of
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
-from cimage_dist.eval.statistics import CONTROLS, Comparison, Paired, paired, stands_out, value_at
+from cimage_dist.eval.controls import CONTROLS, Comparison, Paired, paired, stands_out, value_at
 from cimage_dist.io import artifacts
 from cimage_dist.train.progress import Progress
 from experiments.cell import code_commit
@@ -180,7 +180,10 @@ def average_ranks(
 def _cost(
     found: Mapping[str, Mapping[str, Sequence[Result]]], begun: Sequence[str], rows: Sequence[str]
 ) -> list[str]:
-    lines = [f"| CPU seconds of training, peak GB | {' | '.join(begun)} |", "|---|" + "---|" * len(begun)]
+    lines = [
+        f"| CPU seconds of training, peak GB | {' | '.join(begun)} |",
+        "|---|" + "---|" * len(begun),
+    ]
     for name in rows:
         cells = []
         for dataset in begun:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cimage_dist.eval.statistics import value_at
-from cimage_dist.eval.structure import NEAREST
+from cimage_dist.eval.controls import value_at
+from cimage_dist.eval.score import NEAREST
 
 
 class Score(NamedTuple):

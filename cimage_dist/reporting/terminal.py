@@ -8,7 +8,7 @@ from typing import Any
 
 from cimage_dist.config_loading import changed_settings, load_config
 from cimage_dist.errors import UserError
-from cimage_dist.eval.statistics import value_at
+from cimage_dist.eval.controls import value_at
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.reporting import label_free
