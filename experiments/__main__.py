@@ -142,7 +142,7 @@ def _list(tables: Sequence[Table], old: Sequence[str], args: argparse.Namespace)
 
 
 def _page(tables: Sequence[Table], args: argparse.Namespace) -> dict[str, Any]:
-    from cimage_dist.reporting.figures import write_figures
+    from cimage_dist.reporting.page import write_figures
 
     page, charts = write_tables_page(tables, args.results)
     figures = write_figures(charts, args.figures) if args.figures else []

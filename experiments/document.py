@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cimage_dist.eval.controls import CONTROLS
+from cimage_dist.eval.statistics import CONTROLS
 from cimage_dist.io import artifacts
 from experiments.field import load_fields, render_field
 from experiments.figure import gain_svg

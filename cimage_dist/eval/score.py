@@ -24,7 +24,7 @@ from cimage_dist.pseudo import ari, cluster_scores, contingency, hard_modularity
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.types import NodeSplit, Topology
 
-NEAREST = 10
+_NEAREST = 10
 _RANK_ROWS = 2048
 _CLUSTERED_ROWS = 20_000
 _HALVINGS = 2
@@ -99,7 +99,7 @@ def neighbour_agreement(z: Tensor, topology: Topology) -> float | None:
     for part in nodes.split(_QUERIES_AT_A_TIME):
         cosine = rows[part] @ rows.T
         cosine[torch.arange(len(part)), part] = -torch.inf
-        near = cosine.topk(min(NEAREST, rows.shape[0] - 1), dim=1).indices
+        near = cosine.topk(min(_NEAREST, rows.shape[0] - 1), dim=1).indices
         for node, row in zip(part.tolist(), near, strict=True):
             begin, end = int(topology.indptr[node]), int(topology.indptr[node + 1])
             row = row[: end - begin]

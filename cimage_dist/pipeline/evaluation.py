@@ -28,10 +28,10 @@ from cimage_dist.eval.controls import (
     pagerank_features,
     principal_components,
     smooth_features,
-    value_at,
 )
 from cimage_dist.eval.links import PairScore, link_scores, model_scores, pick_score, row_scores
 from cimage_dist.eval.score import score_embedding
+from cimage_dist.eval.statistics import value_at
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.inference import embed_graph
