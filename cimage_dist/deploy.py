@@ -1,6 +1,6 @@
-"""Kubernetes manifests: built by `kubectl kustomize` from k8s/, fitted to a config, checked. No Ray.
+"""Kubernetes manifests: built by `kubectl kustomize` from k8s/, fitted to a config, checked.
 
-A RayJob (for ingest, a plain Job) for one command; manifests are plain dictionaries.
+No Ray here. A RayJob (for ingest, a plain Job) for one command; manifests are plain dictionaries.
 
 As a program, what the pods run first: `python -m cimage_dist.deploy s3://bucket/raw data/raw`
 copies a folder of an object store. Any address fsspec or pyarrow knows will do (s3://, gs://,

@@ -1,4 +1,4 @@
-"""The terms of the objective (§5): hidden edges, hidden factors, redundancy of two views, modularity.
+"""Terms of the objective (§5): hidden edges, hidden factors, redundancy of two views, modularity.
 
 How a term is shared by ranks, so that the ranks' gradients make the exact gradient of the whole:
 

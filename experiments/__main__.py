@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("tables", nargs="*", metavar="table", help=about)
     about = "print which tables exist and what they still need; run nothing"
     add("--list", action="store_true", help=about)
-    about = "only write docs/RESULTS.md and the headline and figure of README.md from the existing results"
+    about = "only write docs/RESULTS.md, headline and figure of README.md from existing results"
     add("--render", action="store_true", help=about)
     add("--page", action="store_true", help="only write report.html with charts beside the results")
     about = "with --page: every chart as PDF, PNG and SVG too"

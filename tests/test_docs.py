@@ -152,7 +152,7 @@ def test_every_cited_section_is_in_the_method():
 
 
 def test_links_resolve():
-    """Relative links of the documents lead to files; tests/test_site.py builds those of the site."""
+    """Relative links of the documents lead to files; tests/test_site.py builds the site."""
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "k8s/README.md"]:
         for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
             if "://" not in target and target not in MADE_BY_THE_SITE:
@@ -212,7 +212,7 @@ def test_every_section_of_the_method_names_its_code():
 
 
 def test_the_method_names_what_exists():
-    """A name in code style is defined in the package, is a setting, or stands in its explanation."""
+    """A name in code style is defined in the package, is a setting, or is in its help."""
     text = " ".join(f"{key} {item.type} {about}" for key, item, about in known_keys())
     results = {"ok", "pool"}  # of a partition, of a probe
     words = {*re.findall(r"\w+", text), *_definitions(), *CONTROLS, *results}

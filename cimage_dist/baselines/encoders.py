@@ -1,5 +1,5 @@
-"""What the methods share: feature normalisation, sparse propagation, a GCN stack, the loop; and what
-GAE, VGAE, ARGA and ARVGA share besides: encoders, non-edges, the adversary, the fit.
+"""What the methods share: feature normalisation, sparse propagation, a GCN stack, the loop; and
+what GAE, VGAE, ARGA and ARVGA share besides: encoders, non-edges, the adversary, the fit.
 
 x [N, F], p [N, N] sparse, edges and others (non-edges) [2, any], z [N, D].
 """

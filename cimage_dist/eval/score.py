@@ -147,7 +147,7 @@ def score_embedding(
     few_split: FewSplit | None = None,
 ) -> dict[str, Any]:
     """Linear probe, few-label probe and clustering of z [N, D] in percent (§9.6, §9.1); a score
-    that cannot be had is None with a reason. Without labels its shape too (§9.8).
+    that cannot be computed is None with a reason. Without labels its shape too (§9.8).
 
     y int64 [N] with -1 for unknown. `num_clusters` defaults to the number of classes that occur.
     `few_split(per_class, split_seed)` defaults to the few-label split of the graph layer; its split

@@ -1,9 +1,9 @@
 """Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays
 bounded.
 
-`encode_graph` keeps every layer in memory; `encode_share` divides the rows of each layer over ranks.
-`encode_rows` gives some rows of one layer from a reader of the layer before it, wherever that is
-stored.
+`encode_graph` keeps every layer in memory; `encode_share` divides the rows of each layer over
+ranks. `encode_rows` gives some rows of one layer from a reader of the layer before it,
+wherever that is stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Charts on a page and in files: colours and letters, light and dark; figures for papers; and a page
+"""Charts on a page and in files: colours and letters, light and dark; figures for papers; a page
 from a title, facts, sentences and sections of charts, one HTML file without network.
 
 Words and tables are plain HTML. Charts are drawn in the browser by Vega-Lite, whose script is taken

@@ -1,5 +1,5 @@
-"""What the terminal shows: settings and machine before a run (`cimage show`, `cimage doctor`), and its
-scores as a table and a readable Markdown page afterwards.
+"""What the terminal shows: settings and machine before a run (`cimage show`, `cimage doctor`), and
+its scores as a table and a readable Markdown page afterwards.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ GLOSSARY = {
     "training (untrained). An embedding that does not beat them was not worth its time here.",
     "Probe": "A linear classifier fitted on the embedding and the labels of training nodes. Its "
     "accuracy on test nodes, which it never saw, says how much the embedding knows of the classes.",
-    "Link AUC, AP": "How well held-out edges are told from pairs without an edge; 50 % is chance "
-    "for the AUC.",
+    "Link AUC, AP": "How well held-out edges are distinguished from pairs without an edge; 50 % "
+    "is chance for the AUC.",
     "NMI": "Agreement of clusters found in the embedding with the classes, from 0 to 100 %.",
     "CIMAGE": "The method: it hides edges and features, and learns an encoder that predicts what "
     "is hidden, whose output agrees between two such views, and whose parts can be predicted from "

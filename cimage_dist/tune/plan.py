@@ -1,5 +1,5 @@
-"""What runs next, from the ledger alone: the next point of the search within its budgets, then fresh
-seeds. Nothing is remembered between calls.
+"""What runs next, from the ledger alone: the next point of the search within its budgets, then
+fresh seeds. Nothing is remembered between calls.
 
 Population-based training goes in generations: members train a while, the worst take over weights
 and settings of the best and vary them. A member's generation is a run directory of its own that

@@ -1,4 +1,4 @@
-"""Sums along messages on the CPU (torch's index_add takes several times as long there), and dropout."""
+"""Sums along messages on the CPU, where torch's index_add takes several times as long; dropout."""
 
 from __future__ import annotations
 
