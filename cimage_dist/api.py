@@ -1,5 +1,5 @@
-"""The Python interface: `Pretrainer(epochs=50).fit_transform(graph)`, in the manner of
-scikit-learn.
+"""The Python interface, by the conventions of scikit-learn:
+`Pretrainer(epochs=50).fit_transform(graph)`.
 """
 
 from __future__ import annotations
