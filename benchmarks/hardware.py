@@ -14,8 +14,16 @@ import numba
 import torch
 
 from cimage_dist.io import environment
-from cimage_dist.nn.kernels.cpu import num_parts, run_parts
-from cimage_dist.nn.kernels.cpu.simd import LANES, add, lane_sum, load, pointer, spread
+from cimage_dist.nn.kernels.cpu.parallel import (
+    LANES,
+    add,
+    lane_sum,
+    load,
+    num_parts,
+    pointer,
+    run_parts,
+    spread,
+)
 
 
 def facts(threads: int) -> dict[str, Any]:

@@ -201,14 +201,10 @@ def main() -> None:
         result["encoder_peak_mb"] = encoder
     best = {"gflops": peak_gflops(), "cache_gb_s": cache_gbytes(), "memory_gb_s": memory_gbytes()}
     print(f"\nroofline, fused forward: {'':12}{'GFLOP/s':>10}{'cache GB/s':>12}{'memory GB/s':>13}")
-    print(
-        f"  {'the machine at its best':35}{best['gflops']:10.0f}{best['cache_gb_s']:12.0f}{best['memory_gb_s']:13.1f}"
-    )
-    for name, case in result["cases"].items():
-        rates = case["roofline"]
-        print(
-            f"  {name:35}{rates['gflops']:10.0f}{rates['cache_gb_s']:12.0f}{rates['memory_gb_s']:13.1f}"
-        )
+    cases = {name: case["roofline"] for name, case in result["cases"].items()}
+    for name, rates in {"the machine at its best": best, **cases}.items():
+        gflops, cache, memory = (rates[key] for key in best)
+        print(f"  {name:35}{gflops:10.0f}{cache:12.0f}{memory:13.1f}")
     result["machine_best"] = best
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,7 +8,7 @@ The runs are the real command, `cimage pretrain`, on a generated graph with the 
 best, since virtual cores may share a real one. A machine's speed changes from minute to minute, so
 the cases take turns of a few seconds: all commands are started once, then all are suspended but the
 one whose turn it is (a Ray run with all its processes). A ratio is taken within a round of turns;
-the median over the rounds is told, with the middle half beside it. The machine should be otherwise
+the median over the rounds is reported, with the middle half beside it. The machine should be otherwise
 idle.
 """
 
@@ -121,7 +121,7 @@ class Case:
 
     def of_turn(self) -> list[dict[str, Any]]:
         """The records of this turn that count: the first spans the pause, those with a refresh are
-        told apart.
+        distinguished.
         """
         refreshed = {record["step"] for record in self.read("ci")}
         return [
@@ -139,7 +139,7 @@ class Case:
             r["seconds"] for r in found
         )
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         spent = {
             part: statistics.median(r[f"{part}_s"] / LOGGED for r in self.records) for part in PARTS
         }
@@ -273,14 +273,14 @@ def main() -> None:
                     flush=True,
                 )
             shares = {
-                case: cases[case].told()
+                case: cases[case].report()
                 for case in ("local", "ray 1", "ray 2, weak", "ray 2, strong")
             }
         finally:
             for running in cases.values():
                 running.end()
-    told = [ratios(rate) for rate in rounds]
-    middle = {name: summary([each[name] for each in told]) for name in told[0]}
+    found = [ratios(rate) for rate in rounds]
+    middle = {name: summary([each[name] for each in found]) for name in found[0]}
     for case, found in shares.items():
         parts = ", ".join(
             f"{part} {1000 * value:.1f} ms" for part, value in found["seconds_per_step"].items()
@@ -305,7 +305,7 @@ def main() -> None:
             "batch": args.batch,
             "turn_s": args.seconds,
             "ratios": middle,
-            "ratios_by_round": told,
+            "ratios_by_round": found,
         }
         args.json.write_text(
             json.dumps(

@@ -3,9 +3,9 @@
     python benchmarks/validation.py [--nodes 200000] [--features 256] [--ranks 1 2] [--by node]
         [--out validation.json]
 
-A generated graph with half-precision features, an untrained encoder of the default recipe, processes
-of one thread. `cpu_s` is the CPU time of rank 0 in one validation, the second of two (other programs
-do not change it); `private_mb` what its memory grew by that it shares with nobody, from before the
+A generated graph with half-precision features, an untrained encoder of the default recipe,
+processes of one thread. `cpu_s` is the CPU time of rank 0 in one validation, the second of two
+(other programs do not change it); `private_mb` what its private memory grew by, from before the
 validator was made to after the first validation. All features in single precision would take
 `features_mb`.
 """

@@ -100,8 +100,8 @@ class Comm:
         return out
 
     def scatter_rows(self, x: Tensor, total: int) -> Tensor:
-        """Collective: this rank's `slice_of(total)` of rank 0's rows `[total, ...]`; the others give
-        a tensor of the same type and row shape, which need not have rows.
+        """Collective: this rank's `slice_of(total)` of rank 0's rows `[total, ...]`; others give a
+        tensor of the same type and row shape, which need not have rows.
         """
         if self.world == 1:
             return x

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("tables", nargs="*", metavar="table", help=about)
     about = "print which tables exist and what they still need; run nothing"
     add("--list", action="store_true", help=about)
-    about = "only write docs/RESULTS.md and the headline and figure of README.md from the existing results"
+    about = "only write docs/RESULTS.md, headline and figure of README.md from existing results"
     add("--render", action="store_true", help=about)
     add("--page", action="store_true", help="only write report.html with charts beside the results")
     about = "with --page: every chart as PDF, PNG and SVG too"
@@ -142,7 +142,7 @@ def _list(tables: Sequence[Table], old: Sequence[str], args: argparse.Namespace)
 
 
 def _page(tables: Sequence[Table], args: argparse.Namespace) -> dict[str, Any]:
-    from cimage_dist.reporting.figures import write_figures
+    from cimage_dist.reporting.page import write_figures
 
     page, charts = write_tables_page(tables, args.results)
     figures = write_figures(charts, args.figures) if args.figures else []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cimage_dist.eval.statistics import value_at
-from cimage_dist.reporting.figures import COLOURS, config
+from cimage_dist.reporting.page import COLOURS, config
 from experiments.render import results_of
 from experiments.spec import Table
 from experiments.verdict import Gain, gains

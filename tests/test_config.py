@@ -95,11 +95,11 @@ def test_daily_keys_are_kept():
 
 
 def test_every_key_is_explained_and_read_somewhere():
-    """A key nobody reads is a lie to its user."""
+    """A key that nothing reads misleads its user."""
     source = "\n".join(
         path.read_text()
         for path in (ROOT / "cimage_dist").rglob("*.py")
-        if path.name != "config.py"
+        if path.parent.name != "config"
     )
     for key, _, about in known_keys():
         assert about, key

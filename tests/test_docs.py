@@ -4,6 +4,7 @@ files.
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import pytest
 from cimage_dist.cli.common import config_for, split_settings
 from cimage_dist.cli.main import FAMILIES, parse
 from cimage_dist.cli.remote import job_line
+from cimage_dist.config_loading import known_keys
+from cimage_dist.eval.statistics import CONTROLS
 from experiments.cell import read_result
 from experiments.document import (
     BEGIN,
@@ -149,7 +152,7 @@ def test_every_cited_section_is_in_the_method():
 
 
 def test_links_resolve():
-    """Relative links of the documents lead to files; tests/test_site.py builds those of the site."""
+    """Relative links of the documents lead to files; tests/test_site.py builds the site."""
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "k8s/README.md"]:
         for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
             if "://" not in target and target not in MADE_BY_THE_SITE:
@@ -158,3 +161,60 @@ def test_links_resolve():
 
 def test_the_front_page_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def _definitions() -> dict[str, set[str]]:
+    """Functions, classes, methods and capital constants of the package and the modules that define
+    them.
+    """
+    found: dict[str, set[str]] = {}
+    for path in [*(ROOT / "cimage_dist").rglob("*.py"), *(ROOT / "experiments").glob("*.py")]:
+        where = str(path.relative_to(ROOT)).removeprefix("cimage_dist/")
+        for node in ast.parse(path.read_text()).body:
+            names = []
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = [node.name]
+            if isinstance(node, ast.ClassDef):
+                inner = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+                names += [f"{node.name}.{item.name}" for item in inner]
+            if isinstance(node, ast.Assign):
+                names = [t.id for t in node.targets if isinstance(t, ast.Name) and t.id.isupper()]
+            for name in names:
+                found.setdefault(name, set()).add(where)
+    return found
+
+
+# Sections that describe, whose code other sections name.
+WITHOUT_CODE = {"1.1", "1.3", "10.3", "11.4", "12.2", "13", "14"}
+
+
+def test_every_section_of_the_method_names_its_code():
+    """`Code:` lists the modules that define what a section names, no more and no fewer."""
+    known = _definitions()
+    parts = re.split(r"(?m)^#{2,3} ", (ROOT / "docs/METHOD.md").read_text())[1:]
+    sections = {part.split(" ")[0].rstrip("."): part for part in parts}
+    checked = 0
+    for number, text in sections.items():
+        has_parts = f"{number}.1" in sections
+        listed = re.search(r"^Code: ([^.]*(?:\.py[^.]*)+)\.$", text, flags=re.M)
+        if listed is None:
+            assert number in WITHOUT_CODE or has_parts, f"§{number} names no module"
+            continue
+        modules = set(re.findall(r"`([^`]+)`", listed[1]))
+        words = set(re.findall(r"`([A-Za-z_][\w.]*)`", text))
+        named = {word: known[word] for word in words if word in known}
+        lost = {name: places for name, places in named.items() if not places & modules}
+        assert not lost, f"§{number}: {lost} not in {modules}"
+        idle = modules - set().union(*named.values())
+        assert not idle, f"§{number}: {idle} defines nothing that the section names"
+        checked += 1
+    assert checked > 40
+
+
+def test_the_method_names_what_exists():
+    """A name in code style is defined in the package, is a setting, or is in its help."""
+    text = " ".join(f"{key} {item.type} {about}" for key, item, about in known_keys())
+    results = {"ok", "pool"}  # of a partition, of a probe
+    words = {*re.findall(r"\w+", text), *_definitions(), *CONTROLS, *results}
+    named = set(re.findall(r"`([A-Za-z_]\w*)`", (ROOT / "docs/METHOD.md").read_text()))
+    assert not named - words

@@ -32,7 +32,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
-from cimage_dist.nn.messages import gcn_smooth
+from cimage_dist.nn.propagate import gcn_smooth
 from cimage_dist.train import loop
 from cimage_dist.train.refresh import Refresher
 from cimage_dist.train.sink import MemorySink

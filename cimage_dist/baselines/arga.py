@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric.nn import ARGA
 
 from cimage_dist.baselines import Fitted, Graph, Step, gae
-from cimage_dist.baselines.autoencoders import encoder, fit_autoencoder
+from cimage_dist.baselines.encoders import encoder, fit_autoencoder
 
 
 def loss(model: ARGA, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:

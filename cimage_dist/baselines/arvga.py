@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.nn import ARGVA
 
 from cimage_dist.baselines import Fitted, Graph, Step, arga
-from cimage_dist.baselines.autoencoders import VariationalEncoder, fit_autoencoder
+from cimage_dist.baselines.encoders import VariationalEncoder, fit_autoencoder
 
 
 def loss(model: ARGVA, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:

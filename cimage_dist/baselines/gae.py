@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_geometric.nn import GAE
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.autoencoders import encoder, fit_autoencoder
+from cimage_dist.baselines.encoders import encoder, fit_autoencoder
 
 
 def loss(model: GAE, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:

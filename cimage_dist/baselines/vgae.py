@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric.nn import VGAE
 
 from cimage_dist.baselines import Fitted, Graph, Step, gae
-from cimage_dist.baselines.autoencoders import VariationalEncoder, fit_autoencoder
+from cimage_dist.baselines.encoders import VariationalEncoder, fit_autoencoder
 
 
 def loss(model: VGAE, z: Tensor, edges: Tensor, others: Tensor) -> Tensor:

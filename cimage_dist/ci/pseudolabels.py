@@ -20,7 +20,7 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.losses.modularity import unit_rows
+from cimage_dist.losses import unit_rows
 
 _BITS = 8
 _BINS = 1 << _BITS

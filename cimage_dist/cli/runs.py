@@ -199,7 +199,7 @@ def do_report(args: argparse.Namespace) -> Any:
     cfg = config_of(args)
     from cimage_dist.config import run_dir
     from cimage_dist.io.artifacts import RunDir
-    from cimage_dist.reporting.figures import write_figures
+    from cimage_dist.reporting.page import write_figures
     from cimage_dist.reporting.run import score_run, write_run_page
     from cimage_dist.reporting.terminal import write_report
 
@@ -236,7 +236,7 @@ def _sweep_report(folder: Path, args: argparse.Namespace) -> Any:
 
 def do_show(args: argparse.Namespace) -> Any:
     if args.keys:
-        from cimage_dist.reporting.overview import show_keys
+        from cimage_dist.reporting.terminal import show_keys
 
         return {"keys": show_keys(not args.json)}
     cfg = config_of(args)
@@ -247,12 +247,12 @@ def do_show(args: argparse.Namespace) -> Any:
         if not args.json:
             print_plan(plan)
         return plan
-    from cimage_dist.reporting.overview import show_config
+    from cimage_dist.reporting.terminal import show_config
 
     return show_config(cfg, not args.json)
 
 
 def do_doctor(args: argparse.Namespace) -> Any:
-    from cimage_dist.reporting.overview import doctor
+    from cimage_dist.reporting.terminal import doctor
 
     return doctor(not args.json)

@@ -1,5 +1,5 @@
-"""Results of the cells as rows (means, average ranks, paired differences over seeds), and the rows as
-a table for a terminal, as sentences, and as compare.html with every seed a dot.
+"""Results of the cells as rows (means, average ranks, paired differences over seeds), and the rows
+as a table for a terminal, as sentences, and as compare.html with every seed a dot.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _add_differences(rows: Sequence[dict[str, Any]], groups: Mapping[str, Any], 
     `p` of the paired t-test, from 3 seeds on; `stands_out` by Holm's test over all rows.
     """
     methods = [row for row in rows if row["kind"] == "method" and row["scores"][by]]
-    found, told = [], []
+    found, compared = [], []
     for row in rows:
         others = [other for other in methods if other is not row]
         if not others or not row["scores"][by]:
@@ -126,7 +126,7 @@ def _add_differences(rows: Sequence[dict[str, Any]], groups: Mapping[str, Any], 
         gap = paired(groups[row["name"]], groups[best["name"]], by)
         if gap is None:
             continue
-        told.append(row)
+        compared.append(row)
         found.append(Comparison("", row["name"], gap))
         row["difference"] = {
             "to": best["label"],
@@ -136,7 +136,7 @@ def _add_differences(rows: Sequence[dict[str, Any]], groups: Mapping[str, Any], 
             "p": gap.p,
             "seeds": gap.seeds,
         }
-    for row, is_clear in zip(told, stands_out(found), strict=True):
+    for row, is_clear in zip(compared, stands_out(found), strict=True):
         row["difference"]["stands_out"] = is_clear
 
 

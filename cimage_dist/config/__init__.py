@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.config.data import DataConfig, SbmConfig
-from cimage_dist.config.fields import need, opt, section
+from cimage_dist.config.data import (
+    DataConfig,
+    ResourcesConfig,
+    RunConfig,
+    SbmConfig,
+    need,
+    opt,
+    section,
+)
 from cimage_dist.config.model import LossConfig, MaskConfig, ModelConfig
-from cimage_dist.config.resources import ResourcesConfig, RunConfig
 from cimage_dist.config.training import (
     EPOCHS,
     SAMPLED_STEPS,

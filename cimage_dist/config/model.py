@@ -8,16 +8,27 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from cimage_dist import registry
-from cimage_dist.config.fields import need, opt
+from cimage_dist.config.data import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UP_TO_1,
+    Rule,
+    check_fields,
+    need,
+    opt,
+)
 
 
 @dataclass
 class ModelConfig:
-    num_factors: int = opt(16, "K, number of latent factors")
+    num_factors: int = opt(16, "K, number of latent factors", AT_LEAST_1)
     factor_dim: int = opt(
         0,
         "c, channels per factor; the embedding has K*c columns; 0: 32, or fewer where that is "
         "more than the features",
+        NOT_NEGATIVE,
     )
     init: Literal["random", "pca"] = opt(
         "pca",
@@ -26,6 +37,7 @@ class ModelConfig:
     hidden: int = opt(
         0,
         "hidden width of the projection, the appendix's 'encoder hidden dim.'; 0: one linear layer",
+        NOT_NEGATIVE,
     )
     propagation: Literal["routing", "gcn"] = opt(
         "gcn", "layers after the projection: neighbourhood routing (paper), or plain GCN smoothing"
@@ -34,8 +46,9 @@ class ModelConfig:
         None,
         "alpha, share of the node's own projected factors mixed back in after every layer; "
         "null: found from the graph's features and edges, without labels",
+        Rule(BELOW_1.holds, "must lie in [0, 1), or be null"),
     )
-    dropout: float = opt(0.0, "dropout on the input features")
+    dropout: float = opt(0.0, "dropout on the input features", BELOW_1)
     norm: Literal["auto", "none", "batch", "moments", "layer"] = opt(
         "auto",
         "normalisation of the projection's first layer; auto: none with init=pca, else batch on "
@@ -45,9 +58,10 @@ class ModelConfig:
         0,
         "layers after the projection, as many hops; 0: by the graph's size and density, 2 to 6, "
         "no fewer than sampled hops; routing: as the sampled hops ask for",
+        NOT_NEGATIVE,
     )
-    routing_iterations: int = opt(4, "T, iterations inside a routing layer")
-    routing_temperature: float = opt(1.0, "softmax temperature over factors")
+    routing_iterations: int = opt(4, "T, iterations inside a routing layer", AT_LEAST_1)
+    routing_temperature: float = opt(1.0, "softmax temperature over factors", POSITIVE)
     routing_init: Literal["uniform", "self"] = opt(
         "uniform", "first assignment: 1/K (released code) or from the node's own factors (paper)"
     )
@@ -62,63 +76,26 @@ class ModelConfig:
         "how routing is computed: fused loops where there are any, or plain tensor operations",
     )
     tail: bool = opt(False, "routing: one GCN smoothing after the last layer (released code)")
-    structure_hidden: int = opt(32, "hidden width of the edge decoder")
-    structure_layers: int = opt(2, "linear layers of the edge decoder")
-    structure_dropout: float = opt(0.2, "dropout in the edge decoder")
-    factor_hidden: int = opt(256, "hidden width of the factor decoder")
-    factor_layers: int = opt(2, "linear layers of the factor decoder")
-    factor_dropout: float = opt(0.2, "dropout in the factor decoder")
+    structure_hidden: int = opt(32, "hidden width of the edge decoder", AT_LEAST_1)
+    structure_layers: int = opt(2, "linear layers of the edge decoder", AT_LEAST_1)
+    structure_dropout: float = opt(0.2, "dropout in the edge decoder", BELOW_1)
+    factor_hidden: int = opt(256, "hidden width of the factor decoder", AT_LEAST_1)
+    factor_layers: int = opt(2, "linear layers of the factor decoder", AT_LEAST_1)
+    factor_dropout: float = opt(0.2, "dropout in the factor decoder", BELOW_1)
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_factors",
-            "routing_iterations",
-            "structure_hidden",
-            "structure_layers",
-            "factor_hidden",
-            "factor_layers",
-        ):
-            need(
-                getattr(self, name) >= 1, f"model.{name}", "must be at least 1", getattr(self, name)
-            )
-        for name in ("dropout", "structure_dropout", "factor_dropout"):
-            need(
-                0 <= getattr(self, name) < 1,
-                f"model.{name}",
-                "must lie in [0, 1)",
-                getattr(self, name),
-            )
-        need(
-            self.teleport is None or 0 <= self.teleport < 1,
-            "model.teleport",
-            "must lie in [0, 1), or be null",
-            self.teleport,
-        )
-        for name in ("factor_dim", "num_layers"):
-            need(
-                getattr(self, name) >= 0,
-                f"model.{name}",
-                "must not be negative",
-                getattr(self, name),
-            )
+        check_fields(self, "model")
         need(
             not (self.tail and self.propagation == "gcn"),
             "model.tail",
             "is for model.propagation=routing; GCN layers smooth already",
             self.tail,
         )
-        need(self.hidden >= 0, "model.hidden", "must not be negative", self.hidden)
         need(
             self.init == "random" or not self.hidden,
             "model.hidden",
             "must be 0 with model.init=pca, which starts one linear layer",
             self.hidden,
-        )
-        need(
-            self.routing_temperature > 0,
-            "model.routing_temperature",
-            "must be positive",
-            self.routing_temperature,
         )
 
     def sized(
@@ -144,8 +121,10 @@ class ModelConfig:
 
 @dataclass
 class MaskConfig:
-    start_rate: float = opt(0.2, "share of nodes (or edges) from which a masking walk starts")
-    walk_length: int = opt(3, "steps of each masking walk")
+    start_rate: float = opt(
+        0.2, "share of nodes (or edges) from which a masking walk starts", UP_TO_1
+    )
+    walk_length: int = opt(3, "steps of each masking walk", AT_LEAST_1)
     start: Literal["node", "edge"] = opt(
         "node", "walks start from nodes, or from the sources of edges"
     )
@@ -156,31 +135,37 @@ class MaskConfig:
         0.5,
         "full graph: share of the edges left visible by the walks that each view hides as well, "
         "drawn at every step; sampled: see sampler.hide_rate",
+        BELOW_1,
     )
     feature_rate: float = opt(
-        0.2, "share of the feature columns that each view sets to zero, drawn at every step"
+        0.2,
+        "share of the feature columns that each view sets to zero, drawn at every step",
+        BELOW_1,
     )
 
     def __post_init__(self) -> None:
-        need(0 < self.start_rate <= 1, "mask.start_rate", "must lie in (0, 1]", self.start_rate)
-        for name in ("hide_rate", "feature_rate"):
-            rate = getattr(self, name)
-            need(0 <= rate < 1, f"mask.{name}", "must lie in [0, 1)", rate)
-        need(self.walk_length >= 1, "mask.walk_length", "must be at least 1", self.walk_length)
+        check_fields(self, "mask")
 
 
 @dataclass
 class LossConfig:
-    structure_weight: float = opt(0.1, "weight of the edge loss; 0: there is no edge decoder")
+    structure_weight: float = opt(
+        0.1, "weight of the edge loss; 0: there is no edge decoder", NOT_NEGATIVE
+    )
     factor_weight: float = opt(
         0.1,
         "lambda1, weight of the factor reconstruction; 0: no pseudo-labels and no "
         "conditional-independence scores are computed",
+        NOT_NEGATIVE,
     )
     cluster_weight: float = opt(
         0.01, "lambda2, weight of the modularity loss; negative reverses its sign (ablation)"
     )
-    sce_power: int = opt(1, "tau, power of the scaled cosine error")
+    sce_power: int = opt(
+        1,
+        "tau, power of the scaled cosine error",
+        Rule(lambda n: 1 <= n <= 10, "must lie between 1 and 10"),
+    )
     factor_direction: Literal["paper", "code"] = opt(
         "paper", "paper: scored factors predict the others; code: the reverse"
     )
@@ -192,10 +177,10 @@ class LossConfig:
         "self", "what is reconstructed: the masked view's own factors, with or without a gradient"
     )
     redundancy_weight: float = opt(
-        1.0, "weight of the redundancy loss; above 0 each step encodes a second view"
+        1.0, "weight of the redundancy loss; above 0 each step encodes a second view", NOT_NEGATIVE
     )
     redundancy_decorrelation: float = opt(
-        1e-3, "mu, weight of the decorrelation of channels in the redundancy loss"
+        1e-3, "mu, weight of the decorrelation of channels in the redundancy loss", NOT_NEGATIVE
     )
     extra: dict[str, float] = opt(
         {}, "weights of registered loss terms by name, e.g. loss.extra.mine=0.5"
@@ -219,14 +204,7 @@ class LossConfig:
         )
 
     def __post_init__(self) -> None:
-        for name in (
-            "structure_weight",
-            "factor_weight",
-            "redundancy_weight",
-            "redundancy_decorrelation",
-        ):
-            value = getattr(self, name)
-            need(value >= 0, f"loss.{name}", "must not be negative", value)
+        check_fields(self, "loss")
         for name in self.extra:
             need(
                 name in registry.loss_names(),
@@ -234,20 +212,12 @@ class LossConfig:
                 "is not registered; call cimage_dist.register_loss before the config is loaded",
                 self.extra[name],
             )
-        weights = [
-            self.structure_weight,
-            self.factor_weight,
-            self.cluster_weight,
-            self.redundancy_weight,
-            *self.extra.values(),
-        ]
+        names = ("structure_weight", "factor_weight", "cluster_weight", "redundancy_weight")
+        weights = [getattr(self, name) for name in names] + [*self.extra.values()]
         need(
             any(weights),
             "loss.structure_weight, loss.factor_weight, loss.cluster_weight and "
             "loss.redundancy_weight",
             "must not all be 0: nothing would be trained",
             weights,
-        )
-        need(
-            1 <= self.sce_power <= 10, "loss.sce_power", "must lie between 1 and 10", self.sce_power
         )

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from cimage_dist import registry
-from cimage_dist.config.fields import need, opt
+from cimage_dist.config.data import (
+    AT_LEAST_1,
+    AT_LEAST_2,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UP_TO_1,
+    Rule,
+    check_fields,
+    need,
+    opt,
+)
 
 # How long a run is that says nothing of it. A pass over the whole graph is one step, a sampled one
 # may be ten thousand, so the default of sampled runs counts steps.
@@ -32,18 +43,24 @@ class ClusterConfig:
         None,
         "number of clusters; unset: the graph's number of classes; 0, or unset without classes: "
         "estimated from the graph",
+        Rule(lambda n: n == 0 or n >= 2, "must be 0 or at least 2"),
     )
-    init_epochs: int = opt(30, "epochs of the edge-only training of selfkmeans")
-    restarts: int = opt(10, "k-means restarts")
-    fraction: float = opt(0.15, "share of each cluster that is trusted from the start")
+    init_epochs: int = opt(30, "epochs of the edge-only training of selfkmeans", AT_LEAST_1)
+    restarts: int = opt(10, "k-means restarts", AT_LEAST_1)
+    fraction: float = opt(0.15, "share of each cluster that is trusted from the start", UP_TO_1)
     growth: Literal["any", "mean", "quantile"] = opt(
         "any", "rule by which nodes join the trusted set at a refresh"
     )
-    growth_threshold: float = opt(0.99, "cosine from which a node joins")
+    growth_threshold: float = opt(
+        0.99,
+        "cosine from which a node joins",
+        Rule(lambda x: -1 <= x <= 1, "is a cosine: it must lie in [-1, 1]"),
+    )
     growth_agree: bool = opt(False, "a node joins only where the matched member has the same label")
-    bank_size: int = opt(8192, "trusted embeddings that others are compared with")
+    bank_size: int = opt(8192, "trusted embeddings that others are compared with", AT_LEAST_1)
 
     def __post_init__(self) -> None:
+        check_fields(self, "cluster")
         known = [*registry.clusterer_names(), "selfkmeans", "auto", "file"]
         need(self.init in known, "cluster.init", f"must be one of {', '.join(known)}", self.init)
         need(
@@ -52,32 +69,14 @@ class ClusterConfig:
             "must be set when cluster.init is 'file'",
             self.labels_path,
         )
-        need(
-            self.num_clusters is None or self.num_clusters == 0 or self.num_clusters >= 2,
-            "cluster.num_clusters",
-            "must be 0 or at least 2",
-            self.num_clusters,
-        )
-        need(0 < self.fraction <= 1, "cluster.fraction", "must lie in (0, 1]", self.fraction)
-        need(
-            -1 <= self.growth_threshold <= 1,
-            "cluster.growth_threshold",
-            "is a cosine: it must lie in [-1, 1]",
-            self.growth_threshold,
-        )
-        for name in ("init_epochs", "restarts", "bank_size"):
-            need(
-                getattr(self, name) >= 1,
-                f"cluster.{name}",
-                "must be at least 1",
-                getattr(self, name),
-            )
 
 
 @dataclass
 class CIConfig:
     every_steps: int = opt(
-        10, "optimiser steps between refreshes of the trusted set, the scores and the partition"
+        10,
+        "optimiser steps between refreshes of the trusted set, the scores and the partition",
+        AT_LEAST_1,
     )
     partition: Literal["ci", "random", "random_redrawn"] = opt(
         "ci",
@@ -90,6 +89,7 @@ class CIConfig:
     average: float = opt(
         0.5,
         "HSIC statistics are averaged over refreshes, each weighing this much of the next; 0: off",
+        BELOW_1,
     )
     features: Literal["channel", "factor_mean"] = opt(
         "channel",
@@ -99,9 +99,10 @@ class CIConfig:
     lam: Optional[float] = opt(
         None,
         "L1 weight of the score solver; unset: chosen so that about `target` factors are scored",
+        NOT_NEGATIVE,
     )
     target: Optional[int] = opt(
-        None, "wanted number of scored factors when lam is unset; unset: K/2"
+        None, "wanted number of scored factors when lam is unset; unset: K/2", AT_LEAST_1
     )
     solver: Literal["vi", "nnlasso"] = opt(
         "vi", "variational HSIC lasso, or plain non-negative lasso"
@@ -109,46 +110,32 @@ class CIConfig:
     inner: Literal["cd", "jacobi"] = opt(
         "cd", "inner solver of vi: coordinate descent, or the reference's Jacobi"
     )
-    pi: float = opt(0.5, "weight of the conditional term")
+    pi: float = opt(0.5, "weight of the conditional term", BELOW_1)
     conditional: Literal["constant", "stratified"] = opt(
         "constant",
         "conditional term by the constant pi, or by within-class blocks (needs solver=nnlasso)",
     )
-    block_size: int = opt(20, "samples per HSIC block")
+    block_size: int = opt(20, "samples per HSIC block", AT_LEAST_2)
     repeats: Optional[int] = opt(
-        None, "permutations of the sample; unset: at least 3, and as many as give 500 blocks"
+        None,
+        "permutations of the sample; unset: at least 3, and as many as give 500 blocks",
+        AT_LEAST_1,
     )
     block_classes: Optional[int] = opt(
-        None, "classes per block; unset: all (5 is advised for more than 20 classes)"
+        None, "classes per block; unset: all (5 is advised for more than 20 classes)", AT_LEAST_2
     )
     max_samples: int = opt(20_000, "most samples of a refresh")
     diagnose_every: int = opt(
-        4, "refreshes between full diagnostics of the partition; fewer in short runs"
+        4, "refreshes between full diagnostics of the partition; fewer in short runs", AT_LEAST_1
     )
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "diagnose_every"):
-            need(getattr(self, name) >= 1, f"ci.{name}", "must be at least 1", getattr(self, name))
-        if self.repeats is not None:
-            need(self.repeats >= 1, "ci.repeats", "must be at least 1", self.repeats)
-        need(0 <= self.average < 1, "ci.average", "must lie in [0, 1)", self.average)
-        need(self.block_size >= 2, "ci.block_size", "must be at least 2", self.block_size)
-        need(self.lam is None or self.lam >= 0, "ci.lam", "must not be negative", self.lam)
-        need(
-            self.target is None or self.target >= 1, "ci.target", "must be at least 1", self.target
-        )
-        need(0 <= self.pi < 1, "ci.pi", "must lie in [0, 1)", self.pi)
+        check_fields(self, "ci")
         need(
             self.conditional == "constant" or self.solver == "nnlasso",
             "ci.conditional",
             "is 'stratified', which needs ci.solver=nnlasso",
             self.conditional,
-        )
-        need(
-            self.block_classes is None or self.block_classes >= 2,
-            "ci.block_classes",
-            "must be at least 2",
-            self.block_classes,
         )
         need(
             self.block_classes is None or self.block_size % self.block_classes == 0,
@@ -167,69 +154,52 @@ class CIConfig:
 @dataclass
 class SamplerConfig:
     fanouts: list[int] = opt(
-        [], "neighbours sampled per hop, e.g. [10, 10, 5]; -1: all; empty: train on the full graph"
+        [],
+        "neighbours sampled per hop, e.g. [10, 10, 5]; -1: all; empty: train on the full graph",
+        Rule(
+            lambda hops: all(n == -1 or n >= 1 for n in hops),
+            "entries must be at least 1, or -1 for all neighbours",
+        ),
     )
-    batch_edges: int = opt(1024, "seed edges of the global batch, whatever the number of workers")
+    batch_edges: int = opt(
+        1024, "seed edges of the global batch, whatever the number of workers", AT_LEAST_2
+    )
     backend: Literal["auto", "pyg-lib", "torch-sparse", "csr"] = opt(
         "auto", "neighbour sampler; auto: our own csr, drawn by seed, step and node alone"
     )
     rescale: bool = opt(True, "weight messages by degree / sampled neighbours")
     hide_rate: float = opt(
-        0.3, "share of the other edges hidden from message passing, beside the batch's own"
+        0.3, "share of the other edges hidden from message passing, beside the batch's own", BELOW_1
     )
     loader_processes: int = opt(
-        0, "processes that prepare batches ahead; 0: in the training process"
+        0, "processes that prepare batches ahead; 0: in the training process", NOT_NEGATIVE
     )
-    prefetch: int = opt(2, "batches each loader process keeps ready")
+    prefetch: int = opt(2, "batches each loader process keeps ready", AT_LEAST_1)
 
     def __post_init__(self) -> None:
-        need(
-            all(n == -1 or n >= 1 for n in self.fanouts),
-            "sampler.fanouts",
-            "entries must be at least 1, or -1 for all neighbours",
-            self.fanouts,
-        )
-        need(self.batch_edges >= 2, "sampler.batch_edges", "must be at least 2", self.batch_edges)
-        need(0 <= self.hide_rate < 1, "sampler.hide_rate", "must lie in [0, 1)", self.hide_rate)
-        need(
-            self.loader_processes >= 0,
-            "sampler.loader_processes",
-            "must not be negative",
-            self.loader_processes,
-        )
-        need(self.prefetch >= 1, "sampler.prefetch", "must be at least 1", self.prefetch)
+        check_fields(self, "sampler")
 
 
 @dataclass
 class OptimConfig:
-    lr_max: float = opt(0.003, "learning rate at the start, or after each restart")
+    lr_max: float = opt(0.003, "learning rate at the start, or after each restart", POSITIVE)
     lr_min: float = opt(0.0, "learning rate at the end of the run, or of each cosine period")
     schedule: Literal["cosine", "restarts"] = opt(
         "cosine",
         "cosine: once from lr_max to lr_min over the run; restarts: cosine periods (released code)",
     )
-    schedule_epochs: int = opt(0, "cosine: epochs after which the rate is lr_min; 0: the whole run")
-    t0_steps: int = opt(10, "restarts: optimiser steps of the first cosine period")
-    t_mult: int = opt(2, "restarts: each period is this many times the one before")
-    weight_decay: float = opt(0.0, "Adam's L2 penalty")
-    clip_norm: float = opt(1.0, "gradient norm is clipped here; 0 turns clipping off")
+    schedule_epochs: int = opt(
+        0, "cosine: epochs after which the rate is lr_min; 0: the whole run", NOT_NEGATIVE
+    )
+    t0_steps: int = opt(10, "restarts: optimiser steps of the first cosine period", AT_LEAST_1)
+    t_mult: int = opt(2, "restarts: each period is this many times the one before", AT_LEAST_1)
+    weight_decay: float = opt(0.0, "Adam's L2 penalty", NOT_NEGATIVE)
+    clip_norm: float = opt(1.0, "gradient norm is clipped here; 0 turns clipping off", NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
-        need(self.lr_max > 0, "optim.lr_max", "must be positive", self.lr_max)
-        need(
-            0 <= self.lr_min <= self.lr_max,
-            "optim.lr_min",
-            "must lie between 0 and optim.lr_max",
-            self.lr_min,
-        )
-        epochs = self.schedule_epochs
-        need(epochs >= 0, "optim.schedule_epochs", "must not be negative", epochs)
-        need(self.t0_steps >= 1, "optim.t0_steps", "must be at least 1", self.t0_steps)
-        need(self.t_mult >= 1, "optim.t_mult", "must be at least 1", self.t_mult)
-        need(
-            self.weight_decay >= 0, "optim.weight_decay", "must not be negative", self.weight_decay
-        )
-        need(self.clip_norm >= 0, "optim.clip_norm", "must not be negative", self.clip_norm)
+        check_fields(self, "optim")
+        is_between = 0 <= self.lr_min <= self.lr_max
+        need(is_between, "optim.lr_min", "must lie between 0 and optim.lr_max", self.lr_min)
 
 
 @dataclass
@@ -238,15 +208,19 @@ class TrainConfig:
         None,
         "most optimiser steps of the run, whatever the number of passes; unset: train.epochs "
         f"decides, and where that is unset too, a sampled run takes {SAMPLED_STEPS} steps",
+        AT_LEAST_1,
     )
     epochs: Optional[int] = opt(
         None,
         "passes: on the full graph one is one mask, almost always one step; sampled, one is all "
         f"edges, often thousands of steps. Unset: as train.steps says, else {EPOCHS} on the full "
         "graph",
+        AT_LEAST_1,
     )
-    batch_edges: int = opt(65_536, "masked edges per optimiser step on the full graph")
-    validate_every: int = opt(0, "steps between validation scores during training; 0: never")
+    batch_edges: int = opt(65_536, "masked edges per optimiser step on the full graph", AT_LEAST_1)
+    validate_every: int = opt(
+        0, "steps between validation scores during training; 0: never", NOT_NEGATIVE
+    )
     validate_by: Literal["auto", "node", "link"] = opt(
         "auto",
         "validation score: probe accuracy over draws of train + val, or link AUC; auto: link "
@@ -258,6 +232,7 @@ class TrainConfig:
     accumulate: int = opt(
         1,
         "batches whose mean gradient makes one optimiser step; for steps larger than memory allows",
+        AT_LEAST_1,
     )
     precision: Literal["float32", "bfloat16"] = opt(
         "float32",
@@ -265,17 +240,7 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "epochs"):
-            value = getattr(self, name)
-            need(value is None or value >= 1, f"train.{name}", "must be at least 1", value)
-        need(self.batch_edges >= 1, "train.batch_edges", "must be at least 1", self.batch_edges)
-        need(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
-        need(
-            self.validate_every >= 0,
-            "train.validate_every",
-            "must not be negative",
-            self.validate_every,
-        )
+        check_fields(self, "train")
         need(
             self.select == "last" or self.validate_every > 0,
             "train.select",
@@ -292,16 +257,20 @@ class EvalConfig:
         "chosen on validation from one grid; "
         "or Adam, its epoch chosen on validation (keys probe_*)",
     )
-    probe_lr_max: float = opt(0.01, "learning rate of the probe `epochs`")
+    probe_lr_max: float = opt(0.01, "learning rate of the probe `epochs`", POSITIVE)
     probe_lr_min: float = opt(
         0.01, "learning rate at the end of each cosine period of the probe `epochs`"
     )
-    probe_weight_decay: float = opt(0.0, "weight decay of the probe `epochs`")
-    probe_epochs: int = opt(300, "epochs of the probe `epochs`")
-    probe_batch: int = opt(20_000, "batch size of the probe `epochs`")
-    few_labels: list[int] = opt([], "also probe with this many labels per class, e.g. [2, 5, 18]")
-    few_label_splits: int = opt(5, "split seeds of the few-label probe")
-    kmeans_restarts: int = opt(10, "k-means restarts when clustering is scored")
+    probe_weight_decay: float = opt(0.0, "weight decay of the probe `epochs`", NOT_NEGATIVE)
+    probe_epochs: int = opt(300, "epochs of the probe `epochs`", AT_LEAST_1)
+    probe_batch: int = opt(20_000, "batch size of the probe `epochs`", AT_LEAST_1)
+    few_labels: list[int] = opt(
+        [],
+        "also probe with this many labels per class, e.g. [2, 5, 18]",
+        Rule(lambda counts: all(n >= 1 for n in counts), "entries must be at least 1"),
+    )
+    few_label_splits: int = opt(5, "split seeds of the few-label probe", AT_LEAST_1)
+    kmeans_restarts: int = opt(10, "k-means restarts when clustering is scored", AT_LEAST_1)
     controls: bool = opt(
         True,
         "score controls beside the model: raw features, smoothed ones, PageRank, principal "
@@ -309,26 +278,10 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
-        need(self.probe_lr_max > 0, "eval.probe_lr_max", "must be positive", self.probe_lr_max)
+        check_fields(self, "eval")
         need(
             0 <= self.probe_lr_min <= self.probe_lr_max,
             "eval.probe_lr_min",
             "must lie between 0 and eval.probe_lr_max",
             self.probe_lr_min,
-        )
-        need(
-            self.probe_weight_decay >= 0,
-            "eval.probe_weight_decay",
-            "must not be negative",
-            self.probe_weight_decay,
-        )
-        for name in ("probe_epochs", "probe_batch", "few_label_splits", "kmeans_restarts"):
-            need(
-                getattr(self, name) >= 1, f"eval.{name}", "must be at least 1", getattr(self, name)
-            )
-        need(
-            all(n >= 1 for n in self.few_labels),
-            "eval.few_labels",
-            "entries must be at least 1",
-            self.few_labels,
         )

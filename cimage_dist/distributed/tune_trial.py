@@ -35,13 +35,13 @@ from cimage_dist.train.sink import LocalSink
 from cimage_dist.tune.ledger import (
     Outcome,
     Trial,
+    hand_over,
     objective,
     reports,
     trial_config,
     val_records,
     write_outcome,
 )
-from cimage_dist.tune.plan import hand_over
 
 _LOCK_PATIENCE_S = 120.0  # the processes of a killed sweep may need a moment to die
 _POLL_S = 0.5

@@ -20,9 +20,9 @@ from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.logistic import unit_rows
 from cimage_dist.eval.probe import make_pool, score_rows
-from cimage_dist.nn.features import compact
 from cimage_dist.nn.inference import encode_share
 from cimage_dist.nn.model import CimageModel
+from cimage_dist.nn.projection import compact
 from cimage_dist.types import LinkSplit, Topology
 
 PairScore = Callable[[Tensor], Tensor]

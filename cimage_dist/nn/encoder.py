@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.config import ModelConfig
-from cimage_dist.nn.features import dropout, project_rows
-from cimage_dist.nn.messages import gcn_smooth
-from cimage_dist.nn.norm import make_norm
-from cimage_dist.nn.propagate import propagate
+from cimage_dist.nn.projection import dropout, make_norm, project_rows
+from cimage_dist.nn.propagate import gcn_smooth, propagate
 from cimage_dist.nn.routing import RoutingConv, normalize_factors
 from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops
 
@@ -234,7 +232,7 @@ def principal_directions(
 def start_from_pca(linear: nn.Linear, moments: FeatureMoments, seed: int) -> None:
     """W = (V R)ᵀ, b = -W x̄: the D leading directions V [F, r], rotated by a keyed random R.
 
-    R [r, D] holds the first r rows of a random D x D rotation, so that every channel, hence every
+    R [r, D] holds the first r rows of a random D x D rotation, so that every channel, and so every
     factor, carries a share of every direction in proportion to its deviation; with D above the
     rank r the channels are linearly dependent, and no direction is counted twice. A function of
     the moments and the seed, so equal on all ranks.

@@ -1,9 +1,9 @@
 """Exact full-graph embedding, layer by layer, in ranges of target rows so that memory stays
 bounded.
 
-`encode_graph` keeps every layer in memory; `encode_share` divides the rows of each layer over ranks.
-`encode_rows` gives some rows of one layer from a reader of the layer before it, wherever that is
-stored.
+`encode_graph` keeps every layer in memory; `encode_share` divides the rows of each layer over
+ranks. `encode_rows` gives some rows of one layer from a reader of the layer before it,
+wherever that is stored.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from cimage_dist.config import ModelConfig
 from cimage_dist.nn.encoder import Encoder, Encoding
-from cimage_dist.nn.features import placed
-from cimage_dist.nn.messages import gcn_smooth
-from cimage_dist.nn.propagate import RowPropagation
+from cimage_dist.nn.projection import placed
+from cimage_dist.nn.propagate import RowPropagation, gcn_smooth
 from cimage_dist.nn.routing import normalize_factors, use_fused
 from cimage_dist.types import EdgeList, Features, Topology
 

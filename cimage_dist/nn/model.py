@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.config import Config, ModelConfig
 from cimage_dist.nn.encoder import Encoder, decode_reach, start_from_pca
-from cimage_dist.nn.features import dropout
+from cimage_dist.nn.projection import dropout
 from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops, View
 
 

@@ -35,7 +35,7 @@ from cimage_dist.eval.statistics import value_at
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.inference import embed_graph
-from cimage_dist.nn.norm import settle
+from cimage_dist.nn.projection import settle
 from cimage_dist.pipeline import stages
 from cimage_dist.train.initial import number_of_clusters
 from cimage_dist.types import LinkSplit, Topology

@@ -1,5 +1,5 @@
-"""The plan of a run: sizes, steps, memory and communication of one worker, before anything starts; and
-the plan as a few tables on the terminal.
+"""The plan of a run: sizes, steps, memory and communication of one worker, before anything starts;
+and the plan as a few tables on the terminal.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
-from cimage_dist.losses.modularity import unit_rows
-from cimage_dist.nn.messages import gcn_smooth, weighted_sum
+from cimage_dist.losses import unit_rows
+from cimage_dist.nn.propagate import gcn_smooth, weighted_sum
 from cimage_dist.pseudo.propagated import (
     columns_of,
     columns_to_rows,

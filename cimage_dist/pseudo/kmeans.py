@@ -1,4 +1,4 @@
-"""Sharded k-means (§6.6): k-means++ on a keyed sample of all ranks, then assign locally, reduce sums.
+"""Sharded k-means (§6.6): k-means++ on a keyed sample of all ranks, then assign locally, add up.
 
 Shapes: N local rows, n rows of a chunk, D width, C clusters, S sampled rows, L candidates.
 """

@@ -21,7 +21,7 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.nn.propagate import weighted_sum
 from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.registry import Clusterer

@@ -20,7 +20,7 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.nn.propagate import weighted_sum
 from cimage_dist.types import Topology
 
 _BETA1_DECAY, _BETA2_DECAY, _PATIENCE = 0.95, 0.85, 15

@@ -22,7 +22,7 @@ from cimage_dist.eval.controls import FIXED_HOPS
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.rows import open_rows
-from cimage_dist.nn.features import placed
+from cimage_dist.nn.projection import placed
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import evaluate_run

@@ -16,7 +16,7 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import CsrFeatures
-from cimage_dist.nn.features import drop_columns, placed
+from cimage_dist.nn.projection import drop_columns, placed
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
 from cimage_dist.sampling.masking import MaskedGraph, PathMasker, most_masked
 from cimage_dist.types import Batch, EdgeList, Features, SparseRows, Topology, View

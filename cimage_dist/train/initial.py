@@ -34,7 +34,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.io.environment import peak_gb
 from cimage_dist.nn.encoder import Encoder
-from cimage_dist.nn.features import compact
+from cimage_dist.nn.projection import compact
 from cimage_dist.pseudo import propagated
 from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.propagated import estimate_clusters

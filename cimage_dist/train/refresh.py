@@ -30,8 +30,8 @@ from cimage_dist.config import Config
 from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError
 from cimage_dist.nn.encoder import Encoder, Encoding
-from cimage_dist.nn.features import placed
 from cimage_dist.nn.inference import encode_graph
+from cimage_dist.nn.projection import placed
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.types import CIScores, Features, Topology

@@ -16,9 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from cimage_dist import keyed, registry
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
-from cimage_dist.losses.modularity import modularity_edges, modularity_full
-from cimage_dist.losses.reconstruction import factor_loss, structure_loss, target_factors
-from cimage_dist.losses.redundancy import redundancy_loss
+from cimage_dist.losses import (
+    factor_loss,
+    modularity_edges,
+    modularity_full,
+    redundancy_loss,
+    structure_loss,
+    target_factors,
+)
 from cimage_dist.nn.model import ModelOutput
 from cimage_dist.types import Batch, CIScores
 

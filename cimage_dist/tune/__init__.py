@@ -8,17 +8,20 @@ Search spaces over config keys: lists of choices, or ranges, checked by the conf
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cimage_dist import keyed
 from cimage_dist.config import Config
 from cimage_dist.config_loading import known_keys
 from cimage_dist.errors import UserError
 
 Point = dict[str, Any]
+_DRAW = 1  # stream of the search's seed
 
 # Keys that decide on which data a score is computed, or where a run is stored: trials that differ
 # here cannot be compared.
@@ -285,3 +288,26 @@ def check_population(space: Space) -> None:
                 f"space: {d.key} reaches 0, where there is no {decoder} decoder to hand over. Let "
                 "it start above 0 with scheduler: pbt."
             )
+
+
+def draw(seed: int, *keys: int) -> float:
+    """In [0, 1)."""
+    return (keyed.derive(seed, *keys) & (2**53 - 1)) / 2**53
+
+
+def grid(space: Space) -> list[Point]:
+    """Every combination, the last key running fastest."""
+    for dimension in space:
+        if not isinstance(dimension, Choice):
+            raise UserError(
+                f"space: {dimension.key} is a range, and search: grid needs lists of choices. Use "
+                "search: random or tpe, or list its values."
+            )
+    return [
+        dict(zip([d.key for d in space], values, strict=True))
+        for values in itertools.product(*[d.corners() for d in space])
+    ]
+
+
+def random_point(space: Space, seed: int, number: int, attempt: int = 0) -> Point:
+    return {d.key: d.at(draw(seed, _DRAW, number, attempt, i)) for i, d in enumerate(space)}

@@ -20,8 +20,7 @@ from cimage_dist.reporting.charts import (
 )
 from cimage_dist.tune import Choice, Dimension
 from cimage_dist.tune.ledger import Ledger, Standing, epochs_of, reports, standings
-from cimage_dist.tune.plan import BASELINE
-from cimage_dist.tune.search import importance
+from cimage_dist.tune.plan import BASELINE, importance
 from cimage_dist.tune.spec import Sweep
 
 _MOST_POINTS_OF_A_CURVE = 60

@@ -1,4 +1,5 @@
-"""What runs next, from the ledger alone: the search within its budgets, then fresh seeds.
+"""What runs next, from the ledger alone: the next point of the search within its budgets, then
+fresh seeds. Nothing is remembered between calls.
 
 Population-based training goes in generations: members train a while, the worst take over weights
 and settings of the best and vary them. A member's generation is a run directory of its own that
@@ -8,18 +9,134 @@ Settings found so are tried as constant settings on fresh seeds, which best.yaml
 
 from __future__ import annotations
 
+import json
 import math
-import shutil
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from cimage_dist.config import OptimConfig
-from cimage_dist.io import artifacts, checkpoint
-from cimage_dist.io.artifacts import RunDir
-from cimage_dist.tune import Choice, Dimension, Point, Space, value_of
+from cimage_dist import keyed
+from cimage_dist.errors import UserError
+from cimage_dist.tune import Choice, Dimension, Point, Space, draw, grid, random_point, value_of
 from cimage_dist.tune.ledger import Ledger, Stage, Standing, Trial, standings
-from cimage_dist.tune.search import draw, grid, suggest
 from cimage_dist.tune.spec import Sweep
+
+_TPE = 2  # stream of the search's seed
+_TRIES = 200
+_FEWEST = 6  # points from which importance is computed
+
+
+def suggest(
+    search: str,
+    space: Space,
+    seed: int,
+    number: int,
+    history: Sequence[Standing],
+    is_valid: Callable[[Point], bool] = lambda point: True,
+) -> Point | None:
+    """The point `number`, valid and unlike all before; None when the space has no other."""
+    seen = {_name(row.values) for row in history}
+
+    def is_good(point: Point) -> bool:
+        return _name(point) not in seen and is_valid(point)
+
+    if search == "grid":
+        return next(filter(is_good, grid(space)), None)
+    if search == "tpe" and is_good(point := _tpe(space, seed, number, history)):
+        return point
+    drawn = (random_point(space, seed, number, attempt) for attempt in range(_TRIES))
+    return next(filter(is_good, drawn), None)
+
+
+def _name(point: Point) -> str:
+    return json.dumps(point, sort_keys=True)
+
+
+def _tpe(space: Space, seed: int, number: int, history: Sequence[Standing]) -> Point:
+    """A tree-structured Parzen estimator (Optuna's) shown the whole history again, so that a killed
+    search needs no state of its own."""
+    try:
+        import optuna
+    except ImportError:
+        raise UserError(
+            "search: tpe needs optuna: pip install 'cimage-dist[tune]'. Or use search: random."
+        ) from None
+    # Univariate and with running points counted as bad ones: several trials run at a time.
+    sampler = optuna.samplers.TPESampler(
+        seed=keyed.derive(seed, _TPE, number) & (2**31 - 1),
+        n_startup_trials=max(5, 2 * len(space)),
+        constant_liar=True,
+    )
+    states = optuna.trial.TrialState
+
+    def facts(row: Standing) -> dict[str, Any]:
+        if row.status == "done":
+            return {"value": row.mean}
+        if row.status == "running":
+            return {"state": states.RUNNING}
+        # A failed one counts as stopped at once.
+        score = row.mean if row.status == "stopped" and row.mean is not None else 0.0
+        at = int(row.epochs) if row.status == "stopped" else 0
+        return {"state": states.PRUNED, "intermediate_values": {at: score}}
+
+    study = _study(space, [(row, facts(row)) for row in history], sampler)
+    asked = study.ask(fixed_distributions={d.key: _distribution(d) for d in space})
+    return {d.key: _decode(d, asked.params[d.key]) for d in space}
+
+
+def importance(space: Space, rows: Sequence[Standing]) -> dict[str, float]:
+    """Share of each key in the variance of the scores, by Optuna's fANOVA; they sum to 1.
+
+    Empty where there are too few points or all scores are equal.
+    """
+    from optuna.importance import FanovaImportanceEvaluator, get_param_importances
+
+    scored = [row for row in rows if row.status in ("done", "stopped") and row.mean is not None]
+    study = _study(space, [(row, {"value": row.mean}) for row in scored])
+    if len(study.trials) < _FEWEST or len({trial.value for trial in study.trials}) == 1:
+        return {}
+    return get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+
+
+def _study(
+    space: Space, rows: Sequence[tuple[Standing, dict[str, Any]]], sampler: Any = None
+) -> Any:
+    """Optuna's study of points, each with what is known of it; points outside the space (the given
+    config may be one) are left out.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    shapes = {d.key: _distribution(d) for d in space}
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for row, facts in rows:
+        params = {d.key: _encode(d, row.values.get(d.key)) for d in space}
+        if None not in params.values():
+            trial = optuna.trial.create_trial(params=params, distributions=shapes, **facts)
+            study.add_trial(trial)
+    return study
+
+
+def _distribution(d: Dimension) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(d, Choice):
+        if d.is_ordered and len(d.values) > 1:
+            return IntDistribution(0, len(d.values) - 1)
+        return CategoricalDistribution(list(range(len(d.values))))
+    if d.is_int:
+        return IntDistribution(int(d.low), int(d.high), log=d.is_log)
+    return FloatDistribution(d.low, d.high, log=d.is_log)
+
+
+def _encode(d: Dimension, value: Any) -> Any:
+    if d.position(value) is None:
+        return None
+    return d.values.index(value) if isinstance(d, Choice) else value
+
+
+def _decode(d: Dimension, value: Any) -> Any:
+    return d.values[value] if isinstance(d, Choice) else d.clip(value)
+
 
 BASELINE = 0  # the point that is the given config, where it is tried
 
@@ -235,44 +352,3 @@ def _vary(d: Dimension, value: object, u: list[float]) -> object:
     if d.is_int:
         return d.clip(max(value + 1, value * 1.25) if up else min(value - 1, value * 0.8))
     return d.clip(value * (1.25 if up else 0.8))
-
-
-def hand_over(source: Path, target: Path, optim: OptimConfig) -> None:
-    """Copy the newest checkpoint of `source`, the best one, its pseudo-labels and its records into
-    `target`; once.
-
-    The checkpoint carries the optimiser's settings, so they are replaced by those of `optim`.
-    """
-    old, new, done = RunDir(source), RunDir(target), target / "handover.json"
-    if done.is_file():
-        return
-    saved = checkpoint.load_selected(old.checkpoints, "last")
-    best = checkpoint.load_selected(old.checkpoints, "val")
-    for folder in sorted(source.iterdir()):
-        if folder.is_dir() and (folder / artifacts.MANIFEST).is_file() and folder != old.embeddings:
-            with artifacts.committed_dir(target / folder.name) as tmp:
-                shutil.copytree(folder, tmp, dirs_exist_ok=True)
-    if old.metrics.is_file():
-        artifacts.write_bytes(new.metrics, old.metrics.read_bytes())
-    checkpoint.save(new.checkpoints, best.step, best.tensors, best.meta)
-    checkpoint.point(new.checkpoints, "BEST", best.step)
-    checkpoint.save(new.checkpoints, saved.step, saved.tensors, _with_settings(saved.meta, optim))
-    artifacts.write_json(done, {"from": source.name, "step": saved.step})
-
-
-def _with_settings(meta: dict[str, Any], optim: OptimConfig) -> dict[str, Any]:
-    """The cosine's place in its period stays; its ends are the new ones.
-
-    Without restarts the rate is a function of the step, which training sets when it continues.
-    """
-    count = len(meta["scheduler"]["base_lrs"])
-    schedule = meta["scheduler"] | {"base_lrs": [optim.lr_max] * count}
-    fixed = {"initial_lr": optim.lr_max, "weight_decay": optim.weight_decay}
-    if optim.schedule == "cosine":
-        groups = [group | fixed for group in meta["optimizer"]]
-        return meta | {"scheduler": schedule, "optimizer": groups}
-    schedule["eta_min"] = optim.lr_min
-    share = (1 + math.cos(math.pi * schedule["T_cur"] / schedule["T_i"])) / 2
-    now = optim.lr_min + (optim.lr_max - optim.lr_min) * share
-    groups = [group | fixed | {"lr": now} for group in meta["optimizer"]]
-    return meta | {"scheduler": schedule | {"_last_lr": [now] * len(groups)}, "optimizer": groups}

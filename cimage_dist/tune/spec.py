@@ -33,10 +33,11 @@ from cimage_dist.tune import (
     check_population,
     checked_config,
     dotlist,
+    grid,
     parse_space,
+    random_point,
 )
 from cimage_dist.tune.ledger import Ledger
-from cimage_dist.tune.search import grid, random_point
 
 SEARCHES = ("grid", "random", "tpe")
 _CHECKED, _MOST_CHECKED = 200, 2000  # points loaded before a sweep starts: of a space, of a grid

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.nn import ARGA, ARGVA, GAE, VGAE
 
 from cimage_dist.baselines import arga, arvga, gae, vgae
-from cimage_dist.baselines.autoencoders import (
+from cimage_dist.baselines.encoders import (
     VariationalEncoder,
     adversary_loss,
     discriminator,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cimage_dist.eval import structure
-from cimage_dist.eval.structure import cluster_stability, effective_rank, neighbour_agreement
+from cimage_dist.eval import score
+from cimage_dist.eval.score import cluster_stability, effective_rank, neighbour_agreement
 from cimage_dist.types import Topology
 
 
@@ -38,7 +38,7 @@ def test_the_effective_rank_counts_directions() -> None:
 def test_the_effective_rank_is_that_of_a_sample_where_there_are_many_nodes(monkeypatch) -> None:
     z = noise(3000, 6)
     whole = effective_rank(z)
-    monkeypatch.setattr(structure, "_RANK_ROWS", 500)
+    monkeypatch.setattr(score, "_RANK_ROWS", 500)
     assert effective_rank(z) == pytest.approx(whole, rel=0.05) and effective_rank(z) != whole
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cimage_dist.reporting.figures import write_figures
+from cimage_dist.reporting.page import write_figures
 from experiments.__main__ import main
 from experiments.page import charts_of, write_tables_page
 from experiments.spec import Table

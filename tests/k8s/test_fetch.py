@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cimage_dist.cli.main import main as cimage
-from cimage_dist.deploy.fetch import main
+from cimage_dist.deploy import main
 
 
 @pytest.fixture

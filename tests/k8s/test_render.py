@@ -82,7 +82,7 @@ def test_the_graph_is_prepared_by_a_plain_job(rendered):
     assert not list(of_kind(result["documents"], "RayJob", "PodDisruptionBudget"))
     fetch, ingest = containers(templates(job)["ingest"])
     assert fetch["args"] == ["s3://b/raw", "/storage/data/raw"]
-    assert fetch["command"] == ["python", "-m", "cimage_dist.deploy.fetch"]
+    assert fetch["command"] == ["python", "-m", "cimage_dist.deploy"]
     assert ingest["command"] == ["cimage", "ingest"]
     assert ingest["args"] == ["configs/large/products.yaml"]
     assert {"name": "configs", "mountPath": "/app/configs", "readOnly": True} in ingest[

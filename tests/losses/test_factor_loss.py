@@ -13,7 +13,7 @@ import torch
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config, LossConfig, ModelConfig
 from cimage_dist.config_loading import load_config
-from cimage_dist.losses.reconstruction import factor_loss, target_factors
+from cimage_dist.losses import factor_loss, target_factors
 from cimage_dist.nn.model import FactorDecoder, build_model
 from cimage_dist.train.step import loss_terms
 from cimage_dist.types import Batch, CIScores, EdgeList

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cimage_dist.losses.modularity import modularity_edges, modularity_full, unit_rows
+from cimage_dist.losses import modularity_edges, modularity_full, unit_rows
 from cimage_dist.types import EdgeList
 from tests import reference
 

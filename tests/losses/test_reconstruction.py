@@ -5,7 +5,7 @@ import math
 import torch
 
 from cimage_dist.config import ModelConfig
-from cimage_dist.losses.reconstruction import structure_loss
+from cimage_dist.losses import structure_loss
 from cimage_dist.nn.model import StructureDecoder
 from cimage_dist.types import Mean
 

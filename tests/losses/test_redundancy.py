@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cimage_dist.losses.redundancy import EPS, redundancy_loss
+from cimage_dist.losses import _SPREAD_EPS as EPS
+from cimage_dist.losses import redundancy_loss
 
 MU = 0.03  # large, so that both parts count
 

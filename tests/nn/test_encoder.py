@@ -6,8 +6,8 @@ import torch
 from cimage_dist.config_loading import load_config
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.inference import encode_graph, target_ranges
-from cimage_dist.nn.messages import gcn_smooth
 from cimage_dist.nn.model import _PairProducts, build_model
+from cimage_dist.nn.propagate import gcn_smooth
 from cimage_dist.types import EdgeList, FeatureMoments
 from tests.graphs import random_topology, topology_from_pairs
 from tests.settings import ROUTING

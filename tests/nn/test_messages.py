@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.nn import messages
-from cimage_dist.nn.messages import weighted_sum
+from cimage_dist.nn import propagate
+from cimage_dist.nn.propagate import weighted_sum
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Hops
@@ -49,8 +49,8 @@ def plain(
 @pytest.fixture(params=["compiled", "chunks"])
 def path(request, monkeypatch):
     if request.param == "chunks":
-        monkeypatch.setattr(messages, "can_compile", lambda *args: False)
-        monkeypatch.setattr(messages, "_CHUNK_FLOATS", 18)
+        monkeypatch.setattr(propagate, "can_compile", lambda *args: False)
+        monkeypatch.setattr(propagate, "_CHUNK_FLOATS", 18)
 
 
 @pytest.mark.parametrize("order", ["sorted", "mixed"])

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from cimage_dist.nn.features import compact
-from cimage_dist.nn.norm import BatchNorm, settle
+from cimage_dist.nn.projection import BatchNorm, compact, settle
 from cimage_dist.types import SparseRows
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cimage_dist.errors import UserError
-from cimage_dist.nn.kernels import route_op
 from cimage_dist.nn.kernels.cpu import routing as routing_cpu
+from cimage_dist.nn.routing import route_op
 from cimage_dist.types import EdgeList
 from tests.nn.routed import route
 

@@ -15,7 +15,7 @@ SCRIPT = """
 import threading, numpy as np, torch
 torch.set_num_threads(1)
 from cimage_dist.nn.kernels.cpu import routing as routing_cpu
-from cimage_dist.nn.kernels import Routing
+from cimage_dist.nn.routing import Routing
 generator = torch.Generator().manual_seed(0)
 nodes = 1500
 x, grad = (torch.randn(nodes, 4, 8, generator=generator) for _ in range(2))

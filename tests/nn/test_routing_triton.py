@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from cimage_dist.nn.kernels import Routing
 from cimage_dist.nn.kernels.triton import routing as routing_triton
+from cimage_dist.nn.routing import Routing
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 FIRST = 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.losses.modularity import modularity_edges, modularity_full
+from cimage_dist.losses import modularity_edges, modularity_full
 from cimage_dist.types import EdgeList
 from tests.losses.test_modularity import symmetric_edges
 from tests.procs import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.nn.norm import BatchNorm
+from cimage_dist.nn.projection import BatchNorm
 from tests.procs import run_ranks
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.nn.features import compact
+from cimage_dist.nn.projection import compact
 from cimage_dist.pseudo import rdgae_loss
 from cimage_dist.pseudo.rdgae import rdgae_labels
 from tests.procs import run_ranks

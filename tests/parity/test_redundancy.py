@@ -14,7 +14,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.losses.redundancy import redundancy_loss
+from cimage_dist.losses import redundancy_loss
 from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import MemorySink
 from tests.parity.test_training import settings

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.features import compact
+from cimage_dist.nn.projection import compact
 from cimage_dist.pseudo import contingency, matched_accuracy, rdgae_loss
 from cimage_dist.pseudo.rdgae import (
     Encoder,

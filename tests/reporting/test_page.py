@@ -14,8 +14,7 @@ import pytest
 
 from cimage_dist.errors import UserError
 from cimage_dist.reporting.charts import histogram, lines, number, table, thinned
-from cimage_dist.reporting.figures import write_figures
-from cimage_dist.reporting.page import section, write_page
+from cimage_dist.reporting.page import section, write_figures, write_page
 from cimage_dist.reporting.run import verdict, write_run_page
 from tests.pages import LOOK, LOOKS, looked_at
 

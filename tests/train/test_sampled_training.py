@@ -22,7 +22,7 @@ from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.nn.inference import encode_graph
 from cimage_dist.nn.model import norm_kind
-from cimage_dist.nn.norm import MomentsNorm
+from cimage_dist.nn.projection import MomentsNorm
 from cimage_dist.train import loop
 from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import worker

@@ -15,8 +15,8 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.data.store import Graph
 from cimage_dist.eval import controls
-from cimage_dist.nn.features import dropout, placed, project_rows
 from cimage_dist.nn.inference import embed_graph, encode_rows
+from cimage_dist.nn.projection import dropout, placed, project_rows
 from cimage_dist.train.refresh import SampledEmbedder
 from cimage_dist.train.teleport import choose_teleport
 from cimage_dist.train.trainer import Trainer

@@ -10,8 +10,7 @@ import pytest
 
 from cimage_dist.errors import UserError
 from cimage_dist.tune.ledger import Ledger, Trial, locked, standings
-from cimage_dist.tune.plan import Plan, winner
-from cimage_dist.tune.search import suggest
+from cimage_dist.tune.plan import Plan, suggest, winner
 from cimage_dist.tune.spec import Sweep
 
 from .conftest import SPACE, MakeSweep, end

@@ -18,11 +18,18 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts, checkpoint
-from cimage_dist.tune.ledger import Ledger, Standing, Trial, objective, reports, standings
+from cimage_dist.tune.ledger import (
+    Ledger,
+    Standing,
+    Trial,
+    hand_over,
+    objective,
+    reports,
+    standings,
+)
 from cimage_dist.tune.page import sections, write_page
-from cimage_dist.tune.plan import Plan, generations, hand_over, winner
+from cimage_dist.tune.plan import Plan, generations, importance, winner
 from cimage_dist.tune.results import rows, summary, write_best, write_tables
-from cimage_dist.tune.search import importance
 from cimage_dist.tune.spec import check_validation
 from tests.pages import LOOKS, looked_at
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cimage_dist.errors import UserError
-from cimage_dist.tune import Choice, Range, checked_config, dotlist, value_of
-from cimage_dist.tune.search import grid, random_point, suggest
+from cimage_dist.tune import Choice, Range, checked_config, dotlist, grid, random_point, value_of
+from cimage_dist.tune.plan import suggest
 from cimage_dist.tune.spec import Sweep, load_sweep
 
 from .conftest import SPACE, MakeSweep

@@ -10,8 +10,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from cimage_dist.nn.kernels.cpu import run_parts
 from cimage_dist.nn.kernels.cpu.loops import add_neighbour_grad, fill, normalise, normalise_grad
+from cimage_dist.nn.kernels.cpu.parallel import LANES, keep, pointer, run_parts
 from cimage_dist.nn.kernels.cpu.passes import (
     GROUP,
     Problem,
@@ -20,7 +20,6 @@ from cimage_dist.nn.kernels.cpu.passes import (
     back_messages,
     messages_of,
 )
-from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
 
 # messages per block: fixed, so that sums have the same order whatever the number of threads
 BLOCK = 512

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numba
 import numpy as np
 
-from cimage_dist.nn.kernels.cpu.simd import (
+from cimage_dist.nn.kernels.cpu.parallel import (
     LANES,
     add,
     divide,

@@ -1,4 +1,4 @@
-"""Sums along messages on the CPU (torch's index_add takes several times as long there), and dropout."""
+"""Sums along messages on the CPU, where torch's index_add takes several times as long; dropout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist.nn.kernels.cpu import num_parts, run_parts
-from cimage_dist.nn.kernels.cpu.simd import LANES, keep_mask, load, multiply, pointer, spread, store
+from cimage_dist.nn.kernels.cpu.parallel import (
+    LANES,
+    keep_mask,
+    load,
+    multiply,
+    num_parts,
+    pointer,
+    run_parts,
+    spread,
+    store,
+)
 
 
 @numba.njit(cache=True, nogil=True)

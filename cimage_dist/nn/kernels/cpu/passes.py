@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numba
 from torch import Tensor
 
-from cimage_dist.nn.kernels.cpu import run_parts
 from cimage_dist.nn.kernels.cpu.loops import (
     add_row,
     add_rows,
@@ -25,7 +24,7 @@ from cimage_dist.nn.kernels.cpu.loops import (
     score_grad,
     softmax_rows,
 )
-from cimage_dist.nn.kernels.cpu.simd import LANES, load, pointer, store, transpose
+from cimage_dist.nn.kernels.cpu.parallel import LANES, load, pointer, run_parts, store, transpose
 
 _called: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 # messages at a time: their rows stay in the first-level cache between the two readings, their

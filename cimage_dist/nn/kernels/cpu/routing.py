@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist.nn.kernels import Routing
-from cimage_dist.nn.kernels.cpu import num_parts, run_parts
 from cimage_dist.nn.kernels.cpu.hub import hub_backward, hub_forward
 from cimage_dist.nn.kernels.cpu.loops import (
     add_neighbour_grad,
@@ -29,6 +27,7 @@ from cimage_dist.nn.kernels.cpu.loops import (
     normalise,
     normalise_grad,
 )
+from cimage_dist.nn.kernels.cpu.parallel import LANES, keep, num_parts, pointer, run_parts
 from cimage_dist.nn.kernels.cpu.passes import (
     GROUP,
     Problem,
@@ -40,7 +39,7 @@ from cimage_dist.nn.kernels.cpu.passes import (
     turn,
     unpack_grad,
 )
-from cimage_dist.nn.kernels.cpu.simd import LANES, keep, pointer
+from cimage_dist.nn.routing import Routing
 
 HUB_MESSAGES = 4096  # a target with more is a hub
 # Of the threads' gradients together; with fewer than threads, fewer threads walk back.

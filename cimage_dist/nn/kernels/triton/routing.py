@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cimage_dist.nn.kernels import EPS, Routing
+from cimage_dist.nn.routing import EPS, Routing
 
 _HUB_DEGREE = 1024  # a target of more messages is a hub
 _HUB_PARTS = 64  # programs per hub and round
@@ -40,10 +40,9 @@ _WARP_MESSAGE_CELLS = 512
 
 
 def is_available(dtype: torch.dtype) -> bool:
-    """For any type: Triton can be imported and has something to run on: a CUDA device or its interpreter."""
-    is_recent = (
-        torch.__version__ >= "2.8"
-    )  # each torch brings its own triton; before 3.4 it does not take `Form` as a constant
+    """For any type: Triton can be imported and has a CUDA device or its interpreter to run on."""
+    # Each torch brings its own triton; before 3.4 it does not take `Form` as a constant.
+    is_recent = torch.__version__ >= "2.8"
     return (
         is_recent
         and find_spec("triton") is not None

@@ -1,16 +1,26 @@
-"""Explicit vectors for compiled loops: eight numbers side by side as one value, which the compiler
-keeps in registers.
+"""Vectors and threads for compiled loops.
 
-Left to itself the compiler vectorises the short inner loops of routing badly: their lengths
-(factors, channels) are known only at run time. A vector is a value of numba's own kind here, with
-loads, stores, multiply-add and exp; lanes never mix except in the sums and maxima over lanes, so
-results do not depend on the width of the machine's registers.
+Vectors: eight numbers side by side as one value, which the compiler keeps in registers. Left to
+itself the compiler vectorises the short inner loops of routing badly: their lengths (factors,
+channels) are known only at run time. A vector is a value of numba's own kind here, with loads,
+stores, multiply-add and exp; lanes never mix except in the sums and maxima over lanes, so results
+do not depend on the width of the machine's registers.
+
+Threads: as many as torch uses, waiting without burning a core. The compiled loops release the
+interpreter, so plain threads run them side by side. An OpenMP team would be a little quicker to
+start, but its threads wait for each other spinning, which on a shared machine costs many times the
+work itself, and starting numba's own team changes the number of threads torch works with.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
@@ -305,3 +315,24 @@ def keep_mask(typingctx: Any, like: Any, first: Any, low: Any, high: Any, thresh
 
     key = (types.uint32, types.uint32, types.uint32)
     return VectorType(like.dtype)(like, types.uint64, *key), codegen
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    # Threads do not survive a fork: the process number makes a child start its own.
+    return ThreadPoolExecutor(threads, thread_name_prefix="cimage-parts")
+
+
+def num_parts() -> int:
+    return torch.get_num_threads()
+
+
+def run_parts(work: Callable[[int], object], parts: int) -> None:
+    """work(0), ..., work(parts - 1), side by side; returns when all are done."""
+    if parts > 1:
+        others = [_pool(parts - 1, os.getpid()).submit(work, part) for part in range(1, parts)]
+        work(0)
+        for other in others:
+            other.result()
+    else:
+        work(0)

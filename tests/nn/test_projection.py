@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from cimage_dist.nn.features import compact, dropout, project_rows
 from cimage_dist.nn.inference import encode_graph
-from cimage_dist.nn.kernels.cpu import run_parts
+from cimage_dist.nn.kernels.cpu.parallel import run_parts
+from cimage_dist.nn.projection import compact, dropout, project_rows
 from cimage_dist.types import SparseRows
 from tests.graphs import random_topology
 from tests.nn.test_encoder import make

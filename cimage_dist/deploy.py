@@ -1,6 +1,11 @@
-"""Kubernetes manifests: built by `kubectl kustomize` from k8s/, fitted to a config, checked. No Ray.
+"""Kubernetes manifests: built by `kubectl kustomize` from k8s/, fitted to a config, checked.
 
-A RayJob (for ingest, a plain Job) for one command; manifests are plain dictionaries.
+No Ray here. A RayJob (for ingest, a plain Job) for one command; manifests are plain dictionaries.
+
+As a program, what the pods run first: `python -m cimage_dist.deploy s3://bucket/raw data/raw`
+copies a folder of an object store. Any address fsspec or pyarrow knows will do (s3://, gs://,
+hdfs://, file://); its keys come from the environment. Files that are there already with the same
+size are left alone; each is renamed when complete.
 """
 
 from __future__ import annotations
@@ -12,21 +17,25 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
 from cimage_dist.config import Config, fingerprint
+from cimage_dist.data.staging import open_storage
 from cimage_dist.errors import UserError
+from cimage_dist.io.artifacts import TMP_PREFIX
 
 Document = dict[str, Any]
 GPU = "nvidia.com/gpu"
-CHECKOUT = Path(__file__).parents[2] / "k8s"
+CHECKOUT = Path(__file__).parents[1] / "k8s"
 INSTALLED = Path(sysconfig.get_path("data")) / "share" / "cimage-dist" / "k8s"
 _SCALE = {"": 1.0, "m": 1e-3}
 _SCALE |= {unit: 1000.0**power for power, unit in enumerate("kMGTPE", 1)}
@@ -293,7 +302,52 @@ def _check_image(job: Document) -> None:
 def _fetch_first(pod: Document, address: str) -> None:
     """An init container that copies raw files from an object store (components/object-store)."""
     container = copy.deepcopy(pod["containers"][0])
-    command = ["python", "-m", "cimage_dist.deploy.fetch"]
+    command = ["python", "-m", "cimage_dist.deploy"]
     container.update(name="fetch", command=command, args=[address, "/storage/data/raw"])
     container["envFrom"] = [{"secretRef": {"name": "cimage-object-store", "optional": True}}]
     pod["initContainers"] = [container]
+
+
+def fetch(address: str, folder: Path) -> int:
+    """Number of files copied now."""
+    try:
+        store, root = open_storage(address)
+        entries = store.find(root, detail=True)
+        if not entries:
+            raise FileNotFoundError(f"no file at {root}")
+    # every kind of storage has exceptions of its own for a missing bucket, credentials or network
+    except Exception as error:
+        raise UserError(
+            f"{address} cannot be listed: {error} Give a folder such as s3://bucket/raw, and its "
+            "keys through the environment."
+        ) from None
+    copied = 0
+    for place, facts in entries.items():
+        target = folder / Path(place).relative_to(root)
+        if target.is_file() and target.stat().st_size == facts["size"]:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{TMP_PREFIX}{target.name}-{uuid4().hex[:8]}")
+        try:
+            store.get_file(place, str(part))
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        copied += 1
+    return copied
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) != 2:
+        print("usage: python -m cimage_dist.deploy ADDRESS FOLDER", file=sys.stderr)
+        return 2
+    try:
+        print(f"{fetch(argv[0], Path(argv[1]))} files copied to {argv[1]}")
+    except UserError as error:
+        print(f"fetch: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
