@@ -12,7 +12,9 @@ from cimage_dist.config.fields import need, opt
 class RunConfig:
     seed: int = opt(0, "seed of everything drawn in this run")
     dir: Optional[str] = opt(
-        None, "run directory; unset: runs/<data.name>/<fingerprint>/seed-<seed>"
+        None,
+        "run directory, or its URL on object storage (s3://bucket/run, gs://); unset: "
+        "runs/<data.name>/<fingerprint>/seed-<seed>",
     )
     log_every: int = opt(10, "steps between lines in metrics.jsonl")
     checkpoint_every: int = opt(50, "steps between checkpoints; the last step is always saved")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from cimage_dist.data.staging import open_storage
 from cimage_dist.errors import UserError
 from cimage_dist.io.artifacts import TMP_PREFIX
+from cimage_dist.io.storage import open_storage
 
 
 def fetch(address: str, folder: Path) -> int:

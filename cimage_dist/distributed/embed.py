@@ -10,8 +10,9 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cimage_dist.config import Config
+from cimage_dist.config import Config, is_url
 from cimage_dist.distributed.session import start_ray, uses_gpu
 from cimage_dist.distributed.train import absolute
 from cimage_dist.errors import UNWRITABLE, UserError
@@ -53,8 +54,16 @@ def _run(cfg: Config, root: Path, tasks: Sequence[Task]) -> Iterator[tuple[Task,
     """
     start_ray(cfg)
     res = cfg.resources
+    place: dict[str, Any] = {}
+    if is_url(cfg.run.dir or ""):
+        # Parts are made from rows of others, which are in this machine's working copy.
+        here = ray.get_runtime_context().get_node_id()
+        place["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
     make = ray.remote(_make).options(
-        num_cpus=res.cpus_per_worker, num_gpus=int(uses_gpu(cfg)), max_retries=res.max_failures
+        num_cpus=res.cpus_per_worker,
+        num_gpus=int(uses_gpu(cfg)),
+        max_retries=res.max_failures,
+        **place,
     )
     plan = (root / "plan.json").read_text()
     waiting, running = list(reversed(tasks)), dict[Any, Task]()
@@ -97,7 +106,7 @@ def embed(
     part_rows: int = PART_ROWS,
 ) -> Path:
     """`stages.embed` with the parts made by Ray workers. The run directory must lie where every
-    node sees it.
+    node sees it; of a run on object storage all workers are on this node.
     """
     cfg = absolute(cfg)
     nodes = None if nodes is None else nodes.resolve()

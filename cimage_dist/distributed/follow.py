@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
 from ray.train.torch import TorchTrainer
 
-from cimage_dist.io.artifacts import RunDir, read_metrics, write_text
+from cimage_dist.errors import UserError
+from cimage_dist.io import mirror
+from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.train.loop import SHOWN
 from cimage_dist.train.progress import Progress, estimate
 
-
-def stop_file(run: RunDir) -> Path:
-    return run.root / "STOP"
+STOP = "STOP"  # the mark by which the driver asks the workers to save and stop
+_PULL_EVERY = 10  # looks at the metrics: of a run on object storage, whose workers are elsewhere
 
 
 class Follower(threading.Thread):
@@ -34,8 +35,13 @@ class Follower(threading.Thread):
     def run(self) -> None:
         seen = len(read_metrics(self.files.metrics))
         is_last = False
-        while not is_last:
+        for look in itertools.count(1):
+            if is_last:
+                break
             is_last = self.is_done.wait(0.5)
+            if look % _PULL_EVERY == 0:
+                with contextlib.suppress(UserError):
+                    mirror.refresh(self.files.root)
             records = read_metrics(self.files.metrics)
             for record in records[seen:]:
                 if "described" in record:
@@ -62,16 +68,18 @@ def _signals_to(run: RunDir) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks the workers to save and stop; a second SIGINT does not
     wait.
     """
-    file = stop_file(run)
-    file.unlink(missing_ok=True)
+    mirror.remove_mark(run.root, STOP)
+    is_asked = False
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if file.exists() and number == signal.SIGINT:
+        nonlocal is_asked
+        if is_asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        write_text(file, str(number))
+        is_asked = True
+        mirror.write_mark(run.root, STOP, str(number))
 
     old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -79,7 +87,7 @@ def _signals_to(run: RunDir) -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-        file.unlink(missing_ok=True)
+        mirror.remove_mark(run.root, STOP)
 
 
 def _in_a_thread(trainer: TorchTrainer) -> dict[str, Any]:

@@ -23,15 +23,17 @@ from ray.util.metrics import Gauge
 from torch import Tensor
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, run_dir
+from cimage_dist.config import Config, is_url, run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
-from cimage_dist.distributed.follow import Follower, _in_a_thread, _signals_to, stop_file
+from cimage_dist.distributed.follow import STOP, Follower, _in_a_thread, _signals_to
 from cimage_dist.distributed.session import check_storage, start_ray, uses_gpu
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
-from cimage_dist.io import checkpoint
+from cimage_dist.io import checkpoint, mirror
 from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.mirror import open_place, open_run
+from cimage_dist.io.storage import open_storage
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.length import announce
 from cimage_dist.train.progress import Progress
@@ -83,10 +85,11 @@ class RaySink(LocalSink):
                 self._note_attempt(found.step if found else 0)
 
         self._together(choose, "The list of starts")
-        path = self.comm.broadcast_object(str(found.path) if found else None)
-        if path is None or found is not None:
+        name = self.comm.broadcast_object(found.path.name if found else None)
+        if name is None or found is not None:
             return found
-        return checkpoint.load(Path(path))
+        mirror.refresh(self.run.root)
+        return checkpoint.load(self.run.checkpoints / name)
 
     def _note_attempt(self, step: int) -> None:
         """One line for each start of the workers: after which step, how many, when."""
@@ -155,6 +158,8 @@ class RaySink(LocalSink):
         if complaint is None:
             try:
                 write()
+            except UserError as error:
+                complaint = f"{what} cannot be written: {error}"
             except OSError as error:
                 complaint = f"{what} cannot be written: {unwritable(error)}"
         complaint = _first_complaint(complaint, self.comm)
@@ -170,7 +175,7 @@ class RaySink(LocalSink):
         if self.is_main and now - self._looked > _LOOK_EVERY_S:
             self._looked = now
             with contextlib.suppress(OSError, ValueError):
-                self._signal = int(stop_file(self.run).read_text())
+                self._signal = int(mirror.read_mark(self.run.root, STOP) or 0)
         return self._signal
 
 
@@ -204,7 +209,9 @@ def absolute(cfg: Config) -> Config:
             stage_dir=full(data.stage_dir),
         ),
         cluster=dataclasses.replace(cluster, labels_path=full(cluster.labels_path)),
-        run=dataclasses.replace(cfg.run, dir=str(run_dir(cfg).resolve())),
+        run=dataclasses.replace(
+            cfg.run, dir=cfg.run.dir if is_url(cfg.run.dir or "") else str(run_dir(cfg).resolve())
+        ),
         resources=dataclasses.replace(
             cfg.resources, threads=cfg.resources.threads or cfg.resources.cpus_per_worker
         ),
@@ -217,10 +224,10 @@ def _train_worker(job: dict[str, Any]) -> dict[str, Any]:
     A mistake of the user and a wish to stop are returned, not raised: trying again would not fix
     them.
     """
-    cfg = load_config(job["config"])
+    cfg = load_config(open_place(job["run"]).config)
     comm = Comm.from_environment()
     complaint: str | None = None
-    sink = RaySink(RunDir(run_dir(cfg)), cfg, comm)
+    sink = RaySink(open_run(cfg), cfg, comm)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(sink)
@@ -260,23 +267,25 @@ def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
     graph = open_graph(cfg.data)
     with stages.summarised(cfg, graph) as outcome:
         if outcome.is_finished:
-            progress.note(f"{outcome.run.root} is finished; nothing was started")
+            place = mirror.shown(outcome.run.root)
+            progress.note(f"{place} is finished; nothing was started")
         else:
-            _train_on_ray(cfg, graph, outcome.run, progress)
+            with mirror.leased(outcome.run.root):
+                _train_on_ray(cfg, graph, outcome.run, progress)
     return outcome.summary
 
 
 def _train_on_ray(cfg: Config, graph: Graph, run: RunDir, progress: Progress) -> None:
     start_ray(cfg)
     if len([node for node in ray.nodes() if node["Alive"]]) > 1:
-        check_storage(run.root)
+        check_storage(mirror.shown(run.root))
     res = cfg.resources
     workers = (
         f"{res.min_workers} to {res.num_workers}"
         if 0 < res.min_workers < res.num_workers
         else str(res.num_workers)
     )
-    progress.note(f"training on {workers} Ray workers into {run.root}")
+    progress.note(f"training on {workers} Ray workers into {mirror.shown(run.root)}")
     announce(cfg, graph, progress)
     follower = Follower(run, progress, cfg.run.log_every)
     follower.start()
@@ -309,7 +318,7 @@ def _fit(cfg: Config, run: RunDir) -> None:
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(res.lost_after_s)
     trainer = TorchTrainer(
         cast(Any, _train_worker),
-        train_loop_config={"config": str(run.config)},
+        train_loop_config={"run": mirror.shown(run.root)},
         scaling_config=scaling(cfg),
         # On GPUs too: labels, counts and decisions travel as CPU tensors.
         torch_config=TorchConfig(
@@ -317,7 +326,7 @@ def _fit(cfg: Config, run: RunDir) -> None:
         ),
         run_config=cast(Any, RunConfig)(
             name="ray",
-            storage_path=str(run.root),
+            **_ray_storage(run),
             failure_config=FailureConfig(max_failures=res.max_failures),
             worker_runtime_env={"env_vars": _network()},
         ),
@@ -344,6 +353,16 @@ def _fit(cfg: Config, run: RunDir) -> None:
         raise UserError(told["complaint"])
     if "signum" in told:
         raise Interrupted(told["signum"], told["step"])
+
+
+def _ray_storage(run: RunDir) -> dict[str, Any]:
+    """Where Ray keeps its own record of the run: beside ours."""
+    if not mirror.is_copy(run.root):
+        return {"storage_path": str(run.root)}
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    found, folder = open_storage(mirror.shown(run.root))
+    return {"storage_path": folder, "storage_filesystem": PyFileSystem(FSSpecHandler(found))}
 
 
 def _network() -> dict[str, str]:

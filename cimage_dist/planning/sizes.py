@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cimage_dist.config import Config, DataConfig
+from cimage_dist.config import Config, DataConfig, is_url
 from cimage_dist.data.ingest import store_path
 from cimage_dist.data.splits import num_training_edges, training_graph
-from cimage_dist.data.staging import is_url
 from cimage_dist.data.store import SPARSE_VERSION, Graph, read_manifest
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts

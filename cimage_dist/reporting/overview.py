@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import accepted_values, known_keys, to_yaml
 from cimage_dist.io import artifacts, environment
+from cimage_dist.io.mirror import open_run
 
 
 def show_keys(is_printed: bool) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:
     from cimage_dist.data.ingest import store_place
     from cimage_dist.io import checkpoint
 
-    run = artifacts.RunDir(run_dir(cfg))
+    run = open_run(cfg)
     store = store_place(cfg.data)
     steps = checkpoint.steps(run.checkpoints)
     places: dict[str, tuple[Any, bool]] = {
