@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, cast
 import ray
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.metrics import Gauge
 from torch import Tensor
@@ -39,6 +40,7 @@ from cimage_dist.pipeline.length import announce
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
 
+_RAY = "ray"  # in the run directory: what Ray records, and its Result
 _LOOK_EVERY_S = 1.0  # for a request to stop
 _LOCK_PATIENCE_S = (
     60.0  # a worker that Ray gave up may live on for a while and hold the run directory
@@ -139,12 +141,15 @@ class RaySink(LocalSink):
             functools.partial(super().save, step, tensors, meta, is_best),
             f"The checkpoint of step {step}",
         )
-        path = (
-            str(self.run.checkpoints / (self.run.checkpoints / "LATEST").read_text().strip())
-            if self.is_main
-            else ""
+        made = None
+        if self.is_main:
+            newest = (self.run.checkpoints / "LATEST").read_text().strip()
+            made = ray.train.Checkpoint(str(self.run.checkpoints / newest))
+        ray.train.report(
+            self._record | {"step": step, "checkpoint_path": made.path if made else ""},
+            checkpoint=made,
+            checkpoint_upload_fn=None if mirror.is_copy(self.run.root) else _link,
         )
-        ray.train.report(self._record | {"step": step, "checkpoint_path": path})
 
     def store(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Collective, for the same reason."""
@@ -177,6 +182,20 @@ class RaySink(LocalSink):
             with contextlib.suppress(OSError, ValueError):
                 self._signal = int(mirror.read_mark(self.run.root, STOP) or 0)
         return self._signal
+
+
+def _link(made: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+    """Ray's own checkpoint, which it prunes by itself: links to the files of ours, not a copy."""
+    folder = Path(ray.train.get_context().get_storage().experiment_fs_path) / name
+    shutil.copytree(made.path, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+    return ray.train.Checkpoint(str(folder))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # some shared file systems have no links
+        shutil.copyfile(source, target)
 
 
 def unwritable(error: OSError) -> str:
@@ -312,6 +331,7 @@ def scaling(cfg: Config) -> Any:
 def _fit(cfg: Config, run: RunDir) -> None:
     res = cfg.resources
     use_gpu = uses_gpu(cfg)
+    storage = _ray_storage(run)
     os.environ |= _ALERT | os.environ
     # Workers answer this from a thread of their own, however long a step, a checkpoint or a
     # validation takes: only one that is frozen or gone is silent.
@@ -325,8 +345,10 @@ def _fit(cfg: Config, run: RunDir) -> None:
             backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=res.timeout_s
         ),
         run_config=cast(Any, RunConfig)(
-            name="ray",
-            **_ray_storage(run),
+            name=_RAY,
+            **storage,
+            # Of the newest state alone: ours are beside it, and resuming reads those.
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
             failure_config=FailureConfig(max_failures=res.max_failures),
             worker_runtime_env={"env_vars": _network()},
         ),
@@ -356,12 +378,17 @@ def _fit(cfg: Config, run: RunDir) -> None:
 
 
 def _ray_storage(run: RunDir) -> dict[str, Any]:
-    """Where Ray keeps its own record of the run: beside ours."""
+    """Where Ray keeps its own record of the run: beside ours. One of an earlier start, perhaps of
+    another version of Ray, is not continued.
+    """
     if not mirror.is_copy(run.root):
+        shutil.rmtree(run.root / _RAY, ignore_errors=True)
         return {"storage_path": str(run.root)}
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
     found, folder = open_storage(mirror.shown(run.root))
+    with contextlib.suppress(FileNotFoundError):
+        found.rm(f"{folder}/{_RAY}", recursive=True)
     return {"storage_path": folder, "storage_filesystem": PyFileSystem(FSSpecHandler(found))}
 
 

@@ -228,7 +228,7 @@ def save_on_full_storage(comm: Comm, root: str, failing: str) -> tuple[str, list
     def no_room(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "ckpt")
 
-    ray_train.ray.train.report = lambda metrics: None
+    ray_train.ray.train.report = lambda metrics, **more: None
     run = RunDir(root)
     with ray_train.RaySink(run, load_config(overrides=["run.tensorboard=false"]), comm) as sink:
         sink.save(5, {"model.w": torch.ones(3)}, {}, False)
