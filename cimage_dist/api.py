@@ -121,7 +121,7 @@ class Pretrainer:
 
     def _fit_on_ray(self, graph: Graph, progress: Progress) -> Self:
         """The run directory is run.dir where that is set (several machines must all see it)."""
-        from cimage_dist.distributed.train import launch
+        from cimage_dist.distributed.driver import launch
 
         with tempfile.TemporaryDirectory(prefix="cimage-") as folder:
             store = graph.path or write_graph(graph, Path(folder) / "graph")

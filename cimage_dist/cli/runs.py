@@ -111,7 +111,7 @@ def do_pretrain(args: argparse.Namespace) -> Any:
     from cimage_dist.pipeline import stages
 
     if args.on == "ray":
-        from cimage_dist.distributed.train import launch
+        from cimage_dist.distributed.driver import launch
 
         summary = launch(cfg, progress_of(args))
     else:
@@ -144,7 +144,7 @@ def do_embed(args: argparse.Namespace) -> Any:
 
     progress = progress_of(args)
     if args.on == "ray":
-        from cimage_dist.distributed.embed import embed
+        from cimage_dist.distributed.driver import embed
 
         folder = embed(cfg, progress, args.parquet, args.nodes)
     else:

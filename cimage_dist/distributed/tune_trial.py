@@ -24,8 +24,8 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config, run_dir
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
-from cimage_dist.distributed.follow import STOP
-from cimage_dist.distributed.train import launch
+from cimage_dist.distributed.driver import launch
+from cimage_dist.distributed.worker import STOP
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir

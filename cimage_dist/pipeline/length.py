@@ -13,8 +13,8 @@ from cimage_dist.config_loading import settings_of
 from cimage_dist.data.splits import num_training_edges, settled
 from cimage_dist.data.store import Graph
 from cimage_dist.eval.links import why_unvalidated
-from cimage_dist.train.batches import batches_per_epoch
 from cimage_dist.train.progress import Progress
+from cimage_dist.train.step import batches_per_epoch
 
 LENGTH = ("train.steps", "train.epochs")  # keys by which a run may become longer
 

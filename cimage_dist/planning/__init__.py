@@ -36,7 +36,7 @@ from cimage_dist.planning.sizes import (
     slices,
     training_edges,
 )
-from cimage_dist.train.batches import batches_per_epoch
+from cimage_dist.train.step import batches_per_epoch
 from cimage_dist.train.teleport import FALLBACK
 
 _GB = 1e9
