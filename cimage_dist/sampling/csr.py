@@ -29,7 +29,7 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from cimage_dist import keyed
-from cimage_dist.sampling.masking import HiddenEdges
+from cimage_dist.sampling.hidden import HiddenEdges
 from cimage_dist.sampling.seeds import IntArray
 
 MAX_FANOUT = 1 << 18

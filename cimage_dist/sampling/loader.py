@@ -19,7 +19,7 @@ from cimage_dist import keyed
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError
-from cimage_dist.sampling.masking import HiddenEdges, hide
+from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.sampling.seeds import IntArray, SeedBatch, SeedSchedule, rank_slice
 from cimage_dist.types import Batch, Topology, View

@@ -30,7 +30,7 @@ from cimage_dist.data.sparse import CsrFeatures, rows_at
 from cimage_dist.errors import UserError
 from cimage_dist.sampling import csr
 from cimage_dist.sampling.csr import CsrGraph, Selection
-from cimage_dist.sampling.masking import HiddenEdges, hide
+from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.seeds import IntArray
 from cimage_dist.types import EdgeList, Features, Hops, SparseRows, View
 

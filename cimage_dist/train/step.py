@@ -27,8 +27,8 @@ from cimage_dist.losses.reconstruction import factor_loss, structure_loss, targe
 from cimage_dist.losses.redundancy import redundancy_loss
 from cimage_dist.nn.features import drop_columns, placed
 from cimage_dist.nn.model import ModelOutput
+from cimage_dist.sampling.hidden import MaskedGraph, PathMasker, most_masked
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
-from cimage_dist.sampling.masking import MaskedGraph, PathMasker, most_masked
 from cimage_dist.types import Batch, CIScores, EdgeList, Features, SparseRows, Topology, View
 
 ViewT = TypeVar("ViewT", bound=View)

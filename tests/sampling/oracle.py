@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from cimage_dist import keyed
 from cimage_dist.sampling import csr
 from cimage_dist.sampling.csr import CsrGraph, DrawKeys, Selection
-from cimage_dist.sampling.masking import HiddenEdges
+from cimage_dist.sampling.hidden import HiddenEdges
 
 Ints = NDArray[np.int64]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
 from cimage_dist.sampling import sampler
-from cimage_dist.sampling.masking import HiddenEdges, hide
+from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.sampler import NeighbourSampler, resolve_backend
 from cimage_dist.types import View
 from tests.sampling.toy_csr import Csr, random_csr, star_csr

@@ -11,7 +11,7 @@ from cimage_dist import keyed
 from cimage_dist.errors import UserError
 from cimage_dist.sampling import csr
 from cimage_dist.sampling.csr import CsrGraph
-from cimage_dist.sampling.masking import HiddenEdges, hide
+from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.types import View
 from tests.sampling import oracle

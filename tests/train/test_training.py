@@ -16,7 +16,7 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.pipeline import stages
-from cimage_dist.sampling.masking import edge_keys, is_edge
+from cimage_dist.sampling.hidden import edge_keys, is_edge
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import MEASURED, Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
