@@ -6,7 +6,8 @@
 A generated graph with half-precision features, an untrained encoder of the default recipe,
 processes of one thread. `cpu_s` is the CPU time of rank 0 in one validation, the second of two
 (other programs do not change it); `private_mb` what its private memory grew by, from before the
-validator was made to after the first validation. All features in single precision would take
+validator was made to after the first validation, `peak_mb` the most it grew by meanwhile, and
+`planned_mb` what `cimage show --plan` counts for it. All features in single precision would take
 `features_mb`.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,32 @@ def private_mb() -> float:
     return float(psutil.Process().memory_full_info().uss / 1e6)
 
 
+class Peak(threading.Thread):
+    """The most memory of its own, in MB, that this process has while the thread runs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.is_over = 0.0, threading.Event()
+
+    def run(self) -> None:
+        while not self.is_over.wait(0.002):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            own = next(line for line in lines if line.startswith("RssAnon"))
+            self.most = max(self.most, int(own.split()[1]) * 1024 / 1e6)
+
+
+def planned_mb(cfg: Any, world: int) -> float:
+    from cimage_dist.config_loading import with_settings
+    from cimage_dist.planning import make_plan
+
+    plan = make_plan(with_settings(cfg, {"resources.num_workers": world}))
+    return sum(
+        part["size"] / 1e6
+        for part in plan["memory"]["parts"]
+        if part["phase"] == "validation" or "to validate" in part["name"]
+    )
+
+
 def rank_main(rank: int, world: int, folder: str, args: argparse.Namespace) -> None:
     from cimage_dist.comm import Comm
     from cimage_dist.data.ingest import open_graph
@@ -48,10 +76,13 @@ def rank_main(rank: int, world: int, folder: str, args: argparse.Namespace) -> N
     graph = open_graph(cfg.data)
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     model = untrained_model(cfg, graph)
-    before = private_mb()
+    before, peak = private_mb(), Peak()
+    peak.start()
     validate = make_validator(cfg, graph, topology, links, comm)
     assert validate is not None
     validate(model)
+    peak.is_over.set()
+    peak.join()
     grown = private_mb() - before
     comm.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
@@ -62,6 +93,7 @@ def rank_main(rank: int, world: int, folder: str, args: argparse.Namespace) -> N
         "cpu_s": round(time.process_time() - cpu, 2),
         "wall_s": round(time.perf_counter() - wall, 2),
         "private_mb": round(grown),
+        "peak_mb": round(peak.most - before),
     }
     if comm.is_main:
         Path(folder, f"{world}.json").write_text(json.dumps(result))
@@ -102,7 +134,8 @@ def main() -> None:
         runs = []
         for world in args.ranks:
             mp.spawn(rank_main, (world, folder, args), nprocs=world)
-            runs.append(json.loads(Path(folder, f"{world}.json").read_text()))
+            found = json.loads(Path(folder, f"{world}.json").read_text())
+            runs.append(found | {"planned_mb": round(planned_mb(settings(args, folder), world))})
     body = facts(threads=1) | {
         "nodes": args.nodes,
         "features_mb": round(args.nodes * args.features * 4 / 1e6),

@@ -33,6 +33,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.io.checkpoint import Checkpoint
+from cimage_dist.io.mirror import edited, open_place, open_run
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.pipeline import stages
@@ -120,18 +121,18 @@ class Pretrainer:
 
     def _fit_on_ray(self, graph: Graph, progress: Progress) -> Self:
         """The run directory is run.dir where that is set (several machines must all see it)."""
-        from cimage_dist.distributed.train import launch
+        from cimage_dist.distributed.driver import launch
 
         with tempfile.TemporaryDirectory(prefix="cimage-") as folder:
             store = graph.path or write_graph(graph, Path(folder) / "graph")
-            root = Path(self.cfg.run.dir or f"{folder}/run")
+            place = self.cfg.run.dir or f"{folder}/run"
             cfg = replace(
                 with_settings(self.cfg, {"resources.num_workers": self.workers}),
                 data=replace(self.cfg.data, name=graph.name, path=str(store)),
-                run=replace(self.cfg.run, dir=str(root)),
+                run=replace(self.cfg.run, dir=place),
             )
             launch(cfg, progress)
-            self._read(RunDir(root))
+            self._read(open_run(cfg))
         self._graph = _facts(graph)
         self.config_ = replace(self.cfg, data=self._data_of(graph))
         return self
@@ -195,13 +196,20 @@ class Pretrainer:
         return np.array([f"z{i}" for i in range(used.num_factors * used.factor_dim)], dtype=object)
 
     def save(self, path: str | Path, graph: Any = None) -> Path:
-        """Write a run directory, which `load`, `cimage embed`, `evaluate` and `report` read.
+        """Write a run directory, which `load`, `cimage embed`, `evaluate` and `report` read;
+        `path` may be the URL of one on object storage.
 
         A graph that was made in memory is written beside it where it is given here, for the
         command line; a graph of a store is found by its path.
         """
         self._check_fitted()
-        run, facts = RunDir(path), self._graph
+        run = open_place(path)
+        with edited(run.root):
+            self._write(run, graph)
+        return run.root
+
+    def _write(self, run: RunDir, graph: Any) -> None:
+        facts = self._graph
         is_kept = graph is not None and bool(facts.get("in_memory"))
         graph = as_graph(graph, self.cfg.data) if is_kept else None
         if is_kept and graph.fingerprint != facts["fingerprint"]:
@@ -222,12 +230,11 @@ class Pretrainer:
         artifacts.write_text(run.metrics, "".join(lines))
         if self.summary_:
             artifacts.write_json(run.summary, self.summary_ | {"run_dir": str(run.root)})
-        return run.root
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` or `cimage pretrain` wrote."""
-        run = RunDir(path)
+        run = open_place(path)
         if not run.config.is_file():
             raise UserError(
                 f"No run in {run.root}: there is no {run.config}. Give a folder written by "

@@ -20,7 +20,7 @@ def train(cfg: Config, progress: Progress, graph: Graph) -> dict[str, Any]:
     """In this process, or on Ray workers where the cell asks for several."""
     if cfg.resources.num_workers == 1:
         return stages.pretrain(cfg, progress, graph)
-    from cimage_dist.distributed.train import launch
+    from cimage_dist.distributed.driver import launch
 
     return launch(cfg, progress)
 

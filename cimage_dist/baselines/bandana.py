@@ -26,7 +26,7 @@ from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import prepared, propagation
 from cimage_dist.baselines.maskgae import MLP, Encoder, link_scorer, pair_logits, topology_of, train
 from cimage_dist.config import MaskConfig
-from cimage_dist.sampling.masking import PathMasker
+from cimage_dist.sampling.hidden import PathMasker
 
 
 class Model(nn.Module):

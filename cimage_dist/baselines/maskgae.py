@@ -26,7 +26,7 @@ from torch_geometric.nn import GCNConv
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import adam, prepared, propagation
 from cimage_dist.config import MaskConfig
-from cimage_dist.sampling.masking import PathMasker
+from cimage_dist.sampling.hidden import PathMasker
 from cimage_dist.types import Topology
 
 SCORE_BLOCK = 2**18  # pairs scored at a time

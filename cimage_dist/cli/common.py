@@ -35,9 +35,13 @@ def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
         from cimage_dist.tune.spec import load_sweep
 
         return load_sweep(paths, overrides).base
+    urls = [path for path in paths if "://" in path]
     folders = [path for path in paths if Path(path).is_dir()]
-    files = [path for path in paths if path not in folders]
+    files = [path for path in paths if path not in (*folders, *urls)]
     given = []
+    for url in urls:
+        files.insert(0, str(_run_at(url)))
+        given.append(f"run.dir={url}")
     for folder in map(Path, folders):
         if (folder / "config.yaml").is_file():
             files.insert(0, str(folder / "config.yaml"))
@@ -45,6 +49,16 @@ def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
         else:
             given.append(f"data.path={folder}")
     return named(load_config(*files, overrides=[*given, *overrides]))
+
+
+def _run_at(url: str) -> Path:
+    """The config of a run on object storage."""
+    from cimage_dist.io.mirror import open_place
+
+    config = open_place(url).config
+    if not config.is_file():
+        raise UserError(f"No run at {url}. To train into it, give a config and run.dir={url}.")
+    return config
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -95,7 +109,7 @@ def _examples(verb: str) -> str:
 
 def on_storage(cfg: Config) -> Config:
     """Relative paths are below CIMAGE_STORAGE where that is set: Ray deletes a job's folder."""
-    from cimage_dist.config import run_dir
+    from cimage_dist.config import is_url, run_dir
 
     root = os.environ.get("CIMAGE_STORAGE")
     if not root:
@@ -107,7 +121,8 @@ def on_storage(cfg: Config) -> Config:
     replace, store = dataclasses.replace, str(Path(root) / cfg.data.store_dir)
     data = replace(cfg.data, path=below(cfg.data.path), root=below(cfg.data.root), store_dir=store)
     cluster = replace(cfg.cluster, labels_path=below(cfg.cluster.labels_path))
-    run = replace(cfg.run, dir=str(Path(root) / run_dir(cfg)))
+    is_remote = cfg.run.dir is not None and is_url(cfg.run.dir)
+    run = cfg.run if is_remote else replace(cfg.run, dir=str(Path(root) / run_dir(cfg)))
     return replace(cfg, data=data, cluster=cluster, run=run)
 
 

@@ -111,7 +111,7 @@ def do_pretrain(args: argparse.Namespace) -> Any:
     from cimage_dist.pipeline import stages
 
     if args.on == "ray":
-        from cimage_dist.distributed.train import launch
+        from cimage_dist.distributed.driver import launch
 
         summary = launch(cfg, progress_of(args))
     else:
@@ -144,7 +144,7 @@ def do_embed(args: argparse.Namespace) -> Any:
 
     progress = progress_of(args)
     if args.on == "ray":
-        from cimage_dist.distributed.embed import embed
+        from cimage_dist.distributed.driver import embed
 
         folder = embed(cfg, progress, args.parquet, args.nodes)
     else:
@@ -197,19 +197,20 @@ def do_report(args: argparse.Namespace) -> Any:
     if len(args.settings) == 1 and (Path(args.settings[0]) / "trials").is_dir():
         return _sweep_report(Path(args.settings[0]), args)
     cfg = config_of(args)
-    from cimage_dist.config import run_dir
-    from cimage_dist.io.artifacts import RunDir
+    from cimage_dist.io import mirror
     from cimage_dist.reporting.page import write_figures
     from cimage_dist.reporting.run import score_run, write_run_page
     from cimage_dist.reporting.terminal import write_report
 
-    folder = run_dir(cfg)
+    run = mirror.open_run(cfg)
+    folder = run.root
     if (folder / "trials").is_dir():
         return _sweep_report(folder, args)
     if not args.no_scores:
         score_run(folder, progress_of(args).note)
-    text = write_report(RunDir(folder))
-    page, charts = write_run_page(folder, args.points, progress_of(args).note)
+    with mirror.edited(folder):
+        text = write_report(run)
+        page, charts = write_run_page(folder, args.points, progress_of(args).note)
     figures = write_figures(charts, args.figures) if args.figures else []
     if not args.json:
         print(text.read_text())

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,9 +237,22 @@ def fingerprint(cfg: Config) -> str:
     return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
+def is_url(place: str) -> bool:
+    """Whether a place is named with its kind of storage: s3://bucket/folder, gs://...,
+    file:///...
+    """
+    return "://" in place
+
+
+def working_copy(url: str) -> Path:
+    """This machine's copy of a run directory on object storage."""
+    cache = os.environ.get("CIMAGE_CACHE") or Path.home() / ".cache" / "cimage-dist"
+    digest = hashlib.blake2b(url.rstrip("/").encode(), digest_size=6).hexdigest()
+    return Path(cache).absolute() / "runs" / f"{url.rstrip('/').rpartition('/')[2]}-{digest}"
+
+
 def run_dir(cfg: Config) -> Path:
-    return (
-        Path(cfg.run.dir)
-        if cfg.run.dir
-        else Path("runs") / cfg.data.name / fingerprint(cfg) / f"seed-{cfg.run.seed}"
-    )
+    """Where this machine reads and writes the run's files."""
+    if not cfg.run.dir:
+        return Path("runs") / cfg.data.name / fingerprint(cfg) / f"seed-{cfg.run.seed}"
+    return working_copy(cfg.run.dir) if is_url(cfg.run.dir) else Path(cfg.run.dir)

@@ -217,7 +217,9 @@ class RunConfig:
         Rule(lambda n: 0 <= n < 2**62, "must not be negative (nor 2^62 or more)"),
     )
     dir: Optional[str] = opt(
-        None, "run directory; unset: runs/<data.name>/<fingerprint>/seed-<seed>"
+        None,
+        "run directory, or its URL on object storage (s3://bucket/run, gs://); unset: "
+        "runs/<data.name>/<fingerprint>/seed-<seed>",
     )
     log_every: int = opt(10, "steps between lines in metrics.jsonl", AT_LEAST_1)
     checkpoint_every: int = opt(

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.config import DataConfig
+from cimage_dist.config import DataConfig, is_url
 from cimage_dist.data.sources import SOURCES, own
 from cimage_dist.data.sources.raw import Source
-from cimage_dist.data.staging import is_url, stage
+from cimage_dist.data.staging import stage
 from cimage_dist.data.store import FORMAT_VERSION, Graph, read_manifest
 from cimage_dist.data.writing import write_store
 from cimage_dist.errors import UNWRITABLE, UserError

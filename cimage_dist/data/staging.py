@@ -19,16 +19,10 @@ from typing import Any, Literal
 from cimage_dist.data.store import check_manifest, fingerprint_of, should_verify
 from cimage_dist.errors import UNWRITABLE, UserError
 from cimage_dist.io import artifacts
+from cimage_dist.io.storage import open_storage
 
 _BLOCK = 1 << 22
 _ADVICE = "Make it again with `cimage ingest` and copy the whole folder to where it shall lie."
-
-
-def is_url(place: str) -> bool:
-    """Whether a place is named with its kind of storage: s3://bucket/folder, gs://...,
-    file:///...
-    """
-    return "://" in place
 
 
 def stage(
@@ -74,35 +68,6 @@ def stage(
             "kept."
         ) from None
     return final
-
-
-def open_storage(source: str) -> tuple[Any, str]:
-    """(file system, folder on it)."""
-    if not is_url(source):
-        source = str(Path(source).resolve())
-    import fsspec
-
-    try:
-        return fsspec.core.url_to_fs(source)
-    except (
-        ImportError
-    ) as missing:  # e.g. s3:// without s3fs: pyarrow can read the usual object stores by itself
-        from fsspec.implementations.arrow import ArrowFSWrapper
-        from pyarrow.fs import FileSystem
-
-        try:
-            found, folder = FileSystem.from_uri(source)
-        except (ValueError, OSError) as error:
-            raise UserError(
-                f"Nothing here can read {source}: {missing}; pyarrow: {error}. Install the "
-                "package for that storage on every node."
-            ) from None
-        return ArrowFSWrapper(found), folder
-    except ValueError as error:
-        raise UserError(
-            f"Graph store {source} cannot be read: {error}. Give a folder, or a URL such as "
-            "s3://bucket/folder."
-        ) from None
 
 
 def _read_manifest(storage: Any, folder: str, source: str) -> tuple[bytes, dict[str, Any]]:

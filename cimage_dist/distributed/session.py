@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cimage_dist.config import Config
+from cimage_dist.config import Config, is_url
 from cimage_dist.errors import UserError
+from cimage_dist.io.storage import Remote
 
 
 def start_ray(cfg: Config) -> None:
@@ -95,11 +96,22 @@ ADVICE = (
 )
 
 
-def check_storage(run_root: Path) -> None:
+def check_storage(place: str) -> None:
     """Raise UserError with the names of the nodes that cannot write the run directory or do not see
-    each other's files there.
+    each other's files there; on object storage, that cannot read it.
     """
-    run_root = Path(run_root).absolute()
+    nodes = {
+        node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, node "
+        f"{node['NodeID'][:8]})"
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    if is_url(place):
+        _complain(
+            nodes, _on_each(nodes, _reach, place), f"These nodes cannot reach the run at {place}"
+        )
+        return
+    run_root = Path(place).absolute()
     if "runtime_resources" in run_root.parts:
         raise UserError(
             f"The run directory {run_root} lies in the job's copy of the working directory, "
@@ -113,12 +125,6 @@ def check_storage(run_root: Path) -> None:
             f"The run directory {run_root} cannot be written ({error.strerror}). {ADVICE}"
         ) from None
     try:
-        nodes = {
-            node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, node "
-            f"{node['NodeID'][:8]})"
-            for node in ray.nodes()
-            if node["Alive"]
-        }
         _complain(
             nodes,
             _on_each(nodes, _write, str(probe)),
@@ -163,6 +169,14 @@ def _on_each(nodes: dict[str, str], probe: Any, *args: Any) -> dict[str, str]:
         except ray.exceptions.RayError as error:
             answers[node] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return answers
+
+
+def _reach(node: str, url: str) -> str:
+    try:
+        Remote(url).newest()
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _write(node: str, folder: str) -> str:

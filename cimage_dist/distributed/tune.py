@@ -27,8 +27,8 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule
 from ray.tune.search import Searcher
 
 from cimage_dist.config import Config
+from cimage_dist.distributed.driver import absolute
 from cimage_dist.distributed.session import start_ray
-from cimage_dist.distributed.train import absolute
 from cimage_dist.distributed.tune_trial import TrialProcess
 from cimage_dist.errors import Interrupted
 from cimage_dist.tune.ledger import (

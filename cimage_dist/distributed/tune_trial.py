@@ -24,10 +24,12 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config, run_dir
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
-from cimage_dist.distributed.train import launch, stop_file
+from cimage_dist.distributed.driver import launch
+from cimage_dist.distributed.worker import STOP
 from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.mirror import write_mark
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.views import view_scores
 from cimage_dist.train.progress import Progress
@@ -158,7 +160,7 @@ class TrialProcess(tune.Trainable):
             if (
                 self.is_parallel
             ):  # its workers look for this file; a run that is just starting removes it once
-                artifacts.write_text(stop_file(self.run_files), str(int(signal.SIGTERM)))
+                write_mark(self.run_files.root, STOP, str(int(signal.SIGTERM)))
             self.thread.join(1.0)
 
 

@@ -10,14 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cimage_dist.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    describe_objective,
-    fingerprint,
-    run_dir,
-)
+from cimage_dist.config import Config, DataConfig, ModelConfig, describe_objective, fingerprint
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import settled, training_graph
 from cimage_dist.data.store import Graph
@@ -32,8 +25,9 @@ from cimage_dist.eval.controls import (
 from cimage_dist.eval.links import PairScore, link_scores, model_scores, pick_score, row_scores
 from cimage_dist.eval.score import score_embedding
 from cimage_dist.eval.statistics import value_at
-from cimage_dist.io import artifacts
+from cimage_dist.io import artifacts, mirror
 from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.mirror import open_run
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.projection import settle
 from cimage_dist.pipeline import stages
@@ -191,7 +185,7 @@ def evaluate_run(
     graph = graph or open_graph(cfg.data)
     topology, links = training_graph(graph, cfg.data, cfg.run.seed)
     tasks = ("node", "cluster")
-    run = RunDir(run_dir(cfg))
+    run = open_run(cfg)
     chosen = None
     if num_clusters is None and not graph.num_classes:
         chosen = clusters_without_labels(cfg, graph, topology, run)
@@ -222,10 +216,11 @@ def evaluate_run(
             scores["link"] = score_links(row_scores(matrix), links) if links else None
             result["controls"][name] = scores | about
         result["controls_best"] = best_controls(result["controls"], z.shape[1])
-    result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": str(run.root)}
+    result |= _facts(cfg, graph, links) | {"step": saved.step, "run_dir": mirror.shown(run.root)}
     if chosen is not None:
         result["clusters"] = chosen
-    artifacts.write_json(run.evaluation, result)
+    with mirror.edited(run.root):
+        artifacts.write_json(run.evaluation, result)
     return result
 
 

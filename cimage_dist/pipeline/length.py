@@ -1,13 +1,20 @@
-"""How long a run is on its graph, and what is said of it before it starts."""
+"""How long a run is on its graph, what is said of it before it starts, and what else must stay the
+same for it to become longer.
+"""
 
 from __future__ import annotations
 
-from cimage_dist.config import Config, DataConfig, describe_objective
+import copy
+import dataclasses
+from typing import Any
+
+from cimage_dist.config import Config, DataConfig, describe_objective, fingerprint
+from cimage_dist.config_loading import settings_of
 from cimage_dist.data.splits import num_training_edges, settled
 from cimage_dist.data.store import Graph
 from cimage_dist.eval.links import why_unvalidated
-from cimage_dist.train.batches import batches_per_epoch
 from cimage_dist.train.progress import Progress
+from cimage_dist.train.step import batches_per_epoch
 
 LENGTH = ("train.steps", "train.epochs")  # keys by which a run may become longer
 
@@ -59,3 +66,26 @@ def _describe_holdout(graph: Graph, data: DataConfig) -> str:
         "held out, so that `cimage evaluate` can score the embedding on links it has not seen; "
         "data.holdout_edges=none trains on all"
     )
+
+
+def science_changes(a: Config, b: Config) -> list[str]:
+    """Dotted keys by which two configs are different experiments; the fingerprint (and the seed)
+    decides.
+    """
+
+    def is_science(key: str) -> bool:
+        mixed: Any = copy.deepcopy(a)
+        at, source, parts = mixed, b, key.split(".")
+        for part in parts[:-1]:
+            at, source = getattr(at, part), getattr(source, part)
+        setattr(at, parts[-1], getattr(source, parts[-1]))
+        return key == "run.seed" or fingerprint(mixed) != fingerprint(a)
+
+    left, right = settings_of(a), settings_of(b)
+    return [key for key in left if left[key] != right[key] and is_science(key)]
+
+
+def changed_training(old: Config, new: Config, graph: Graph) -> list[str]:
+    """Keys by which two configs train differently on this graph: what `auto` stands for counts."""
+    here = (dataclasses.replace(cfg, data=settled(cfg.data, graph)) for cfg in (old, new))
+    return science_changes(*here)

@@ -4,7 +4,6 @@ its own, and skips finished work.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import shutil
 import time
@@ -27,20 +26,21 @@ from cimage_dist.config import (
     fingerprint,
     run_dir,
 )
-from cimage_dist.config_loading import load_config, settings_of, to_yaml
+from cimage_dist.config_loading import load_config, to_yaml
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import node_split, settled, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import make_validator
-from cimage_dist.io import artifacts, checkpoint, environment
+from cimage_dist.io import artifacts, checkpoint, environment, mirror
 from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.mirror import open_run
 from cimage_dist.io.rows import RowFiles, add_parquet, describe_parts, load_rows, open_rows, step_of
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, build_model, model_from_weights, needs_moments
 from cimage_dist.pipeline import embedding
 from cimage_dist.pipeline.embedding import PART_ROWS, Execute, Tick
-from cimage_dist.pipeline.length import LENGTH, announce, steps_on
+from cimage_dist.pipeline.length import LENGTH, announce, changed_training, steps_on
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink, Sink
@@ -49,30 +49,13 @@ from cimage_dist.train.trainer import Trainer, pick_device
 from cimage_dist.types import LinkSplit, NodeSplit
 
 
-def science_changes(a: Config, b: Config) -> list[str]:
-    """Dotted keys by which two configs are different experiments; the fingerprint (and the seed)
-    decides.
-    """
-
-    def is_science(key: str) -> bool:
-        mixed: Any = copy.deepcopy(a)
-        at, source, parts = mixed, b, key.split(".")
-        for part in parts[:-1]:
-            at, source = getattr(at, part), getattr(source, part)
-        setattr(at, parts[-1], getattr(source, parts[-1]))
-        return key == "run.seed" or fingerprint(mixed) != fingerprint(a)
-
-    left, right = settings_of(a), settings_of(b)
-    return [key for key in left if left[key] != right[key] and is_science(key)]
-
-
 def prepare_run(cfg: Config, graph: Graph) -> RunDir:
     """Create the run directory, or check that the existing one belongs to this config and graph.
 
     More steps than before, by train.epochs or train.steps, continue the run; any other change of
     the science asks for another directory.
     """
-    run = RunDir(run_dir(cfg))
+    run = open_run(cfg)
     if run.config.is_file():
         old = load_config(run.config)
         keys = changed_training(old, cfg, graph)
@@ -110,12 +93,6 @@ def write_environment(run: RunDir, cfg: Config, graph: dict[str, Any]) -> None:
     artifacts.write_json(
         run.environment, environment.describe() | {"graph": graph, "fingerprint": fingerprint(cfg)}
     )
-
-
-def changed_training(old: Config, new: Config, graph: Graph) -> list[str]:
-    """Keys by which two configs train differently on this graph: what `auto` stands for counts."""
-    here = (dataclasses.replace(cfg, data=settled(cfg.data, graph)) for cfg in (old, new))
-    return science_changes(*here)
 
 
 def check_graph(run: RunDir, graph: Graph) -> None:
@@ -215,7 +192,7 @@ def summary_of(
     """
     used = model_from_weights(cfg, checkpoint.model_weights(saved.tensors)).encoder.cfg
     return {
-        "run_dir": str(run_dir(cfg)),
+        "run_dir": mirror.shown(run_dir(cfg)),
         "fingerprint": fingerprint(cfg),
         "epochs": cfg.epochs if cfg.steps is None else None,
         "steps": saved.step,
@@ -244,11 +221,14 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
     newest checkpoint.
     """
     cfg.check_fanouts()
-    is_new = not RunDir(run_dir(cfg)).config.is_file()
-    run = prepare_run(cfg, graph)
+    run = open_run(cfg)
+    is_new = not run.config.is_file()
+    with mirror.edited(run.root):
+        prepare_run(cfg, graph)
     try:
         topology, links = training_graph(graph, cfg.data, cfg.run.seed)
-        save_splits(run, cfg, graph, links)
+        with mirror.edited(run.root):
+            save_splits(run, cfg, graph, links)
         outcome = Outcome(run, steps_on(cfg, graph))
         began = time.perf_counter()
         yield outcome
@@ -256,18 +236,19 @@ def summarised(cfg: Config, graph: Graph) -> Iterator[Outcome]:
         if is_new:
             discard_run(run, cfg)
         raise
-    saved = checkpoint.load_selected(run.checkpoints, "last")
-    outcome.summary = summary_of(
-        cfg,
-        saved,
-        graph,
-        topology.num_edges,
-        outcome.first_step,
-        time.perf_counter() - began,
-        artifacts.read_metrics(run.metrics, skip_damaged=True),
-    )
-    if outcome.summary["steps_now"] or not run.summary.is_file():
-        artifacts.write_json(run.summary, outcome.summary)
+    with mirror.edited(run.root):
+        saved = checkpoint.load_selected(run.checkpoints, "last")
+        outcome.summary = summary_of(
+            cfg,
+            saved,
+            graph,
+            topology.num_edges,
+            outcome.first_step,
+            time.perf_counter() - began,
+            artifacts.read_metrics(run.metrics, skip_damaged=True),
+        )
+        if outcome.summary["steps_now"] or not run.summary.is_file():
+            artifacts.write_json(run.summary, outcome.summary)
 
 
 def train(cfg: Config, comm: Comm, sink: Sink, graph: Graph) -> Trainer:
@@ -284,10 +265,12 @@ def pretrain(cfg: Config, progress: Progress, graph: Graph | None = None) -> dic
     graph = graph or open_graph(cfg.data)
     with (
         summarised(cfg, graph) as outcome,
+        mirror.leased(outcome.run.root),
         LocalSink(outcome.run, cfg.run, progress=progress) as sink,
     ):
         if outcome.first_step:
-            progress.note(f"resuming {outcome.run.root} from step {outcome.first_step}")
+            place = mirror.shown(outcome.run.root)
+            progress.note(f"resuming {place} from step {outcome.first_step}")
         announce(cfg, graph, progress)
         train(cfg, Comm(), sink, graph)
     return outcome.summary
@@ -300,9 +283,11 @@ def load_model(cfg: Config, graph: Graph) -> tuple[CimageModel, checkpoint.Check
     data.holdout_edges=link added afterwards, link prediction would be scored on edges that were
     trained on. Only how to score (eval.*) and what to select may change.
     """
-    run = RunDir(run_dir(cfg))
+    run = open_run(cfg)
     if not run.config.is_file():
-        raise UserError(f"No run in {run.root}. Run `cimage pretrain` with the same config first.")
+        raise UserError(
+            f"No run in {mirror.shown(run.root)}. Run `cimage pretrain` with the same config first."
+        )
     keys = [
         key
         for key in changed_training(load_config(run.config), cfg, graph)
@@ -349,32 +334,38 @@ def embed(
     in memory.
     """
     graph = graph or open_graph(cfg.data)
-    run = RunDir(run_dir(cfg))
-    model, saved = load_model(cfg, graph)
-    chosen = None if nodes is None else embedding.read_nodes(nodes, graph.num_nodes, graph.ids)
-    folder = (
-        run.embeddings if chosen is None else run.node_embeddings / embedding.nodes_digest(chosen)
-    )
-    if step_of(folder) == saved.step:
-        note(f"embeddings of step {saved.step} are there already")
-    elif execute is None and chosen is None and graph.num_nodes <= part_rows:
-        topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
-        z = embed_graph(model.encoder, graph.stored_rows(), topology).numpy()
-        with artifacts.committed_dir(folder) as tmp:
-            files = RowFiles(tmp, z.shape[0], z.shape[1], part_rows)
-            files.write(0, [z])
-            body = describe_parts(
-                saved.step, graph.fingerprint, files, artifacts.describe_files(tmp, [files.name(0)])
-            )
-            artifacts.write_json(tmp / artifacts.MANIFEST, body)
-    else:
-        execute = execute or embedding.here(cfg, graph)
-        embedding.make_embeddings(
-            cfg, model, saved.step, graph, folder, execute, note, tick, chosen, part_rows
+    run = open_run(cfg)
+    with mirror.edited(run.root):
+        model, saved = load_model(cfg, graph)
+        chosen = None if nodes is None else embedding.read_nodes(nodes, graph.num_nodes, graph.ids)
+        folder = (
+            run.embeddings
+            if chosen is None
+            else run.node_embeddings / embedding.nodes_digest(chosen)
         )
-    if parquet:
-        add_parquet(folder, None if graph.ids is None else graph.ids.values)
-    return folder
+        if step_of(folder) == saved.step:
+            note(f"embeddings of step {saved.step} are there already")
+        elif execute is None and chosen is None and graph.num_nodes <= part_rows:
+            topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+            z = embed_graph(model.encoder, graph.stored_rows(), topology).numpy()
+            with artifacts.committed_dir(folder) as tmp:
+                files = RowFiles(tmp, z.shape[0], z.shape[1], part_rows)
+                files.write(0, [z])
+                body = describe_parts(
+                    saved.step,
+                    graph.fingerprint,
+                    files,
+                    artifacts.describe_files(tmp, [files.name(0)]),
+                )
+                artifacts.write_json(tmp / artifacts.MANIFEST, body)
+        else:
+            execute = execute or embedding.here(cfg, graph)
+            embedding.make_embeddings(
+                cfg, model, saved.step, graph, folder, execute, note, tick, chosen, part_rows
+            )
+        if parquet:
+            add_parquet(folder, None if graph.ids is None else graph.ids.values)
+        return folder
 
 
 def embedded_step(run: RunDir) -> int | None:
@@ -387,7 +378,7 @@ def embedded_step(run: RunDir) -> int | None:
 def embedded(cfg: Config, note: Callable[[str], None]) -> tuple[Graph, RowFiles]:
     """The graph and the embeddings of a run, which are made where they are absent or old."""
     graph = open_graph(cfg.data)
-    run = RunDir(run_dir(cfg))
+    run = open_run(cfg)
     _, saved = load_model(cfg, graph)
     if embedded_step(run) != saved.step:
         embed(cfg, graph, note=note)

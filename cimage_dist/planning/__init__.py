@@ -18,6 +18,7 @@ from cimage_dist.ci import packed_size
 from cimage_dist.ci.hsic import repeats_for
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
+from cimage_dist.nn.inference import num_stages
 from cimage_dist.planning.memory import (
     Memory,
     advice,
@@ -36,7 +37,7 @@ from cimage_dist.planning.sizes import (
     slices,
     training_edges,
 )
-from cimage_dist.train.batches import batches_per_epoch
+from cimage_dist.train.step import batches_per_epoch
 from cimage_dist.train.teleport import FALLBACK
 
 _GB = 1e9
@@ -98,6 +99,7 @@ def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
         "step_collectives": summarise(played.step, world),
         "refresh": _refresh(cfg, size, played),
         "redundancy": _redundancy(cfg, rows),
+        "validation": _validation(cfg, size, edges, total_steps, played),
         "resources": {
             "workers": world,
             "cpus": world * res.cpus_per_worker,
@@ -197,6 +199,28 @@ def _redundancy(cfg: Config, rows: Rows) -> dict[str, Any] | None:
     }
 
 
+def _validation(
+    cfg: Config, size: GraphSize, edges: int, total_steps: int, played: Played
+) -> dict[str, Any] | None:
+    """Encoding all nodes, a share on each worker. Seconds are of one core like this machine's; the
+    fits of the probe, or the ranking of the held-out edges, come on top.
+    """
+    every = cfg.train.validate_every
+    if every == 0:
+        return None
+    world, width = cfg.resources.num_workers, cfg.model.num_factors * cfg.model.factor_dim
+    own, stages = slices(size.nodes, world)[1], num_stages(cfg.model)
+    sent = stages * (edges / world + own)
+    return {
+        "every_steps": every,
+        "times": math.ceil(total_steps / every),
+        "rows_per_worker": own,
+        "messages_per_worker": math.ceil(edges / world),
+        "bytes_received_per_rank": 4 * width * (stages - 1) * (size.nodes - own),
+        "core_seconds_per_worker": float(f"{own * played.row_s + sent * played.message_s:.2g}"),
+    }
+
+
 def _verdict(needed: int, memory_gb: float | None, use_cuda: bool) -> str:
     """Against the limit given, else against this machine's GPU; a plan is often made elsewhere, so
     that one only informs.
@@ -289,6 +313,14 @@ def _communication_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
             f"{refresh['flops_all_workers'] / 1e9:,.1f} GFLOP of products over all workers"
         )
         lines.append(("refresh", text))
+    if validation := plan["validation"]:
+        text = (
+            f"every {validation['every_steps']:,} steps ({validation['times']:,} times): "
+            f"{validation['rows_per_worker']:,} nodes encoded per worker, "
+            f"{readable(validation['bytes_received_per_rank'])} received; about "
+            f"{validation['core_seconds_per_worker']:g} s on a core like this one, and the scoring"
+        )
+        lines.append(("validation", text))
     return lines
 
 

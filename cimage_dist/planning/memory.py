@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from cimage_dist.ci import packed_size
 from cimage_dist.config import Config
 from cimage_dist.errors import UserError
+from cimage_dist.nn.inference import MAX_FLOATS
 from cimage_dist.planning.play import SECOND, Played, Rows
 from cimage_dist.planning.sizes import GraphSize, masked_edges, neighbourhood, slices
 from cimage_dist.pseudo.propagated import settings_for
@@ -149,7 +150,7 @@ def advice(cfg: Config, size: GraphSize) -> list[str]:
 
 
 Where = Literal["device", "host"]
-Phase = Literal["always", "step", "refresh", "set-up"]
+Phase = Literal["always", "step", "refresh", "validation", "set-up"]
 
 # Assumptions, not counted from tensors.
 PROCESS_BYTES = 600_000_000  # an interpreter with torch, numba and Ray's worker
@@ -161,6 +162,8 @@ WORKING_COPIES = 6
 _ENTRY_BYTES = 16  # row and column of a feature that is not zero
 _PIECE_NODES = 2048  # nodes embedded at a time in a refresh (train/embedder.py)
 _GROUP_BLOCKS = 16  # HSIC blocks computed at a time (stats/hsic.py)
+_MESSAGE_BYTES = 32  # both ends, two weights and their order (nn/propagate.py)
+_POOLED = 0.2  # of the nodes are for training and validation, where the split is drawn
 _FIT_ROWS, _ASSIGN_ROWS = 100_000, 50_000  # of k-means for the initial labels (train/initial.py)
 
 
@@ -179,10 +182,9 @@ class Memory:
         """The largest phase on the device, on the host, or on both when they are the same."""
         mine = [part for part in self.parts if where in (None, part.where)]
         phase = {
-            name: sum(part.size for part in mine if part.phase == name)
-            for name in ("always", "step", "refresh", "set-up")
+            name: sum(part.size for part in mine if part.phase == name) for name in get_args(Phase)
         }
-        return round(phase["always"] + max(phase["step"], phase["refresh"], phase["set-up"]))
+        return round(phase.pop("always") + max(phase.values()))
 
 
 def estimate(
@@ -208,6 +210,8 @@ def estimate(
         parts += _sampled(cfg, size, edges, rows)
     if cfg.loss.uses_partition and cfg.ci.partition == "ci":
         parts += _refresh(cfg, size, edges)
+    if cfg.train.validate_every:
+        parts += _validation(cfg, size, edges)
     parts.append(Part("training edges without the held-out ones", "host", "always", held_out))
     return Memory([part._replace(size=round(part.size)) for part in parts if part.size])
 
@@ -270,6 +274,32 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
         Part("gathered bank, three copies", "host", "refresh", 12 * bank * width),
         Part("averaged HSIC statistics", "host", "always", 8 * scored**2 if ci.average else 0),
         Part("HSIC statistics and solver", "host", "refresh", solver),
+    ]
+
+
+def _validation(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
+    """Every layer for all nodes, a share of the rows on each rank (`nn/inference.py`); a rank reads
+    the features of its share once and keeps them.
+    """
+    world, width = cfg.resources.num_workers, cfg.model.num_factors * cfg.model.factor_dim
+    own, layer = slices(size.nodes, world)[1], 4 * size.nodes * width
+    whole = layer if world > 1 else 0  # one rank's share is the layer
+    if cfg.model.propagation == "routing":
+        messages = 4 * 4 * min(MAX_FLOATS, edges / world * width)
+        whole += layer  # with factors of length one
+    else:
+        messages = _MESSAGE_BYTES * edges / world
+    by_links = cfg.train.validate_by == "link" or (
+        cfg.train.validate_by == "auto" and cfg.data.holdout_edges == "link"
+    )
+    scored = layer if by_links else 12 * _POOLED * size.nodes * width
+    features = own * _row_bytes(size)
+    return [
+        Part("features of its share of the nodes, to validate", "host", "always", features),
+        Part("all rows of a layer", "device", "validation", whole),
+        Part("its share of three layers", "device", "validation", 12 * own * width),
+        Part("messages into its share", "device", "validation", messages),
+        Part("rows that are scored", "host", "validation", scored),
     ]
 
 

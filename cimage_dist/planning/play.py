@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,8 @@ from cimage_dist.data.build import csc_in_memory
 from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted
+from cimage_dist.nn.inference import encode_graph, num_stages
+from cimage_dist.nn.projection import compact, placed
 from cimage_dist.train.loop import worker
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.sink import MemorySink
@@ -164,7 +167,8 @@ class RowBytes:
 @dataclass(frozen=True)
 class Played:
     """What the played rank did. `step` and `refresh`: collectives of a plain step and of a refresh;
-    `kept`: tensors saved between the passes.
+    `kept`: tensors saved between the passes; `row_s`, `message_s`: CPU seconds of this processor to
+    project a row of features and to send a message through one layer, without gradients.
     """
 
     parameters: int
@@ -174,6 +178,8 @@ class Played:
     refresh: list[Call]
     batch: RowBytes
     kept: RowBytes
+    row_s: float
+    message_s: float
 
 
 def play(
@@ -199,12 +205,13 @@ def play(
         cuts = _collectives(small, graph, num_clusters, comm)
         trainer = Trainer(small, graph, graph.topology(), comm)
         gradients, batch, kept = _one_step(trainer, rows)
+        speed = _encoding_speed(trainer, graph)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     saved, _ = trainer.state()
     refresh = list((Counter(cuts[_REFRESHED - 1]) - Counter(cuts[_PLAIN - 1])).elements())
     sizes = (parameters, _bytes(tensors), _bytes(saved.values()))
-    return Played(*sizes, [*cuts[_PLAIN - 1], *gradients], refresh, batch, kept)
+    return Played(*sizes, [*cuts[_PLAIN - 1], *gradients], refresh, batch, kept, *speed)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -309,6 +316,24 @@ def _one_step(trainer: Trainer, rows: Rows) -> tuple[list[Call], RowBytes, RowBy
     played = rows_of(batch)
     made = [tensor for pointer, tensor in kept.items() if pointer not in elsewhere]
     return gradients, _by_row(own, played, rows), _by_row(made, played, rows)
+
+
+def _encoding_speed(trainer: Trainer, graph: Graph) -> tuple[float, float]:
+    """CPU seconds per row and per message; the second of two passes counts, after all that is
+    compiled or read once.
+    """
+    encoder, topology = trainer.model.encoder.eval(), graph.topology()
+    x = compact(graph.rows())
+    for _ in range(2):
+        began = time.process_time()
+        with torch.no_grad():
+            encoder.project(placed(x, torch.device("cpu"), torch.get_default_dtype()))
+        projected = time.process_time()
+        encode_graph(encoder, x, topology)
+        ended = time.process_time()
+    in_layers = max(ended - projected - (projected - began), 0.0)
+    sent = num_stages(encoder.cfg) * (topology.num_edges + topology.num_nodes)
+    return (projected - began) / topology.num_nodes, in_layers / sent
 
 
 def _seen(view: View) -> list[Tensor | None]:

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from cimage_dist.config import Config, DataConfig
+from cimage_dist.config import Config, DataConfig, is_url
 from cimage_dist.data.ingest import store_path
 from cimage_dist.data.splits import num_training_edges, training_graph
-from cimage_dist.data.staging import is_url
 from cimage_dist.data.store import SPARSE_VERSION, Graph, read_manifest
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.planning.play import SECOND, Rows, hop_rows
+from cimage_dist.sampling.hidden import most_masked
 from cimage_dist.sampling.loader import BatchSource
-from cimage_dist.sampling.masking import most_masked
 from cimage_dist.sampling.seeds import rank_slice
 
 # name -> nodes, directed edges (both directions counted), features, classes. For the two largest

@@ -19,7 +19,7 @@ from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import FIXED_HOPS
-from cimage_dist.io import artifacts
+from cimage_dist.io import artifacts, mirror
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.rows import open_rows
 from cimage_dist.nn.projection import placed
@@ -79,8 +79,10 @@ def report(folder: str | Path, points: int = 2_000, note: Note = lambda text: No
     """Write report.html into the folder of a run, which is scored first where it was not; returns
     its path.
     """
-    score_run(Path(folder), note)
-    return write_run_page(Path(folder), points, note)[0]
+    root = mirror.open_place(folder).root
+    score_run(root, note)
+    with mirror.edited(root):
+        return write_run_page(root, points, note)[0]
 
 
 def score_run(folder: Path, note: Note) -> None:

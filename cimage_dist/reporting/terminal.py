@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.config import Config, fingerprint, run_dir
+from cimage_dist.config import Config, fingerprint
 from cimage_dist.config_loading import (
     accepted_values,
     changed_settings,
@@ -23,6 +23,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.eval.statistics import value_at
 from cimage_dist.io import artifacts, environment
 from cimage_dist.io.artifacts import RunDir, read_metrics
+from cimage_dist.io.mirror import open_run
 from cimage_dist.reporting import words
 
 
@@ -71,7 +72,7 @@ def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:
     from cimage_dist.data.ingest import store_place
     from cimage_dist.io import checkpoint
 
-    run = artifacts.RunDir(run_dir(cfg))
+    run = open_run(cfg)
     store = store_place(cfg.data)
     steps = checkpoint.steps(run.checkpoints)
     places: dict[str, tuple[Any, bool]] = {

@@ -1,7 +1,5 @@
-"""Metrics to MLflow, for those who keep their experiments there.
-
-Where the training loop's output goes. Every rank calls a sink at the same steps; only the main one
-writes.
+"""Where the training loop's output goes. Every rank calls a sink at the same steps; only the main
+one writes.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from cimage_dist.config import RunConfig
 from cimage_dist.errors import UserError
-from cimage_dist.io import artifacts, checkpoint
+from cimage_dist.io import artifacts, checkpoint, mirror
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.train.progress import Progress
 
@@ -143,6 +141,7 @@ class LocalSink:
         self._signal = 0
         self._old_handlers: dict[int, Any] = {}
         self._lock = contextlib.ExitStack()
+        self._trainer = ""  # by which storage knows this process
         self._file: Any = None
         self._board: Any = None
         self._mlflow: MlflowRun | None = None
@@ -160,6 +159,8 @@ class LocalSink:
                     "this run another run.dir or run.seed.",
                 )
             )
+            self._lock.enter_context(mirror.working(self.run.root))
+            self._trainer = mirror.claim(self.run.root)
         if self.catch_signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
@@ -169,17 +170,24 @@ class LocalSink:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         self.progress.close()
-        for resource in (self._file, self._board, self._mlflow, self._lock):
+        for resource in (self._file, self._board, self._mlflow):
             if resource is not None:
                 with contextlib.suppress(
                     OSError
                 ):  # of a full disk, which was reported when the record was written
                     resource.close()
+        with self._lock, contextlib.suppress(*((UserError, OSError) if exc[0] else ())):
+            self.publish()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal and number == signal.SIGINT:
             raise KeyboardInterrupt  # a second Ctrl-C does not wait
         self._signal = number
+
+    def publish(self) -> None:
+        """Commit to object storage what was written, where the run is there."""
+        if self.is_main:
+            mirror.publish(self.run.root, self._trainer)
 
     def note(self, text: str) -> None:
         if self.is_main:
@@ -249,6 +257,7 @@ class LocalSink:
         """Keep tensors that belong to the run rather than to a step."""
         if self.is_main:
             artifacts.write_tensors(self.run.root / name, tensors)
+            self.publish()
 
     def fetch(self, name: str) -> dict[str, Tensor] | None:
         """What `store` kept; None where there is nothing, or it is damaged and must be made
@@ -271,3 +280,4 @@ class LocalSink:
         if is_best:
             checkpoint.point(folder, "BEST", step)
         checkpoint.prune(folder, self.cfg.keep_checkpoints)
+        self.publish()

@@ -1,4 +1,5 @@
-"""One optimisation step, no input or output.
+"""One optimisation step, no input or output: what it works on, made from the whole graph or from
+sampled neighbourhoods of seed edges, and its losses.
 
 Convention for several ranks: a term is this rank's share, shares add up to the global value, and
 the loss is world · share because DDP averages gradients.
@@ -6,9 +7,13 @@ the loss is world · share because DDP averages gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cimage_dist import keyed, registry
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
+from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.losses import (
     factor_loss,
     modularity_edges,
@@ -25,7 +31,158 @@ from cimage_dist.losses import (
     target_factors,
 )
 from cimage_dist.nn.model import ModelOutput
-from cimage_dist.types import Batch, CIScores
+from cimage_dist.nn.projection import drop_columns, placed
+from cimage_dist.sampling.hidden import MaskedGraph, PathMasker, most_masked
+from cimage_dist.sampling.loader import BatchLoader, BatchSource
+from cimage_dist.types import Batch, CIScores, EdgeList, Features, SparseRows, Topology, View
+
+ViewT = TypeVar("ViewT", bound=View)
+
+
+def _columns(x: Features, cfg: Config, step: int, view: int) -> Features:
+    """x as a view of a step sees it: without the columns drawn for it, the same on all ranks."""
+    return drop_columns(
+        x, cfg.mask.feature_rate, keyed.stream(cfg.run.seed, "view-columns", step, view)
+    )
+
+
+def batches_per_epoch(cfg: Config, num_nodes: int, num_edges: int) -> int:
+    """Batches of a pass over a graph of `num_edges` directed training edges."""
+    if cfg.sampler.fanouts:
+        return max(1, math.ceil(num_edges // 2 / cfg.sampler.batch_edges))
+    most = most_masked(cfg.mask, num_nodes, num_edges)
+    return max(1, math.ceil(most / cfg.train.batch_edges))
+
+
+class Batches(Protocol):
+    steps_per_epoch: int
+
+    def iterate(self, start: int, end: int) -> Iterator[Batch]:
+        """The batches of steps [start, end); each is a function of the step number alone."""
+        ...
+
+
+class FullGraphBatches:
+    """Step s of a full-graph run is part s mod P of the mask of epoch s div P.
+
+    P = ceil(most edges a mask can hold / batch_edges), so the step number alone names the batch.
+    Several ranks all encode the whole graph and share out the pairs, nodes and edges of the losses:
+    the same experiment at any world size.
+    """
+
+    def __init__(self, x: Features, topology: Topology, cfg: Config, comm: Comm) -> None:
+        self.x, self.cfg, self.comm = x, cfg, comm
+        self.masker = PathMasker(topology, cfg.mask, cfg.run.seed)
+        self.steps_per_epoch = batches_per_epoch(cfg, topology.num_nodes, topology.num_edges)
+        self._masks: dict[
+            int, tuple[int, MaskedGraph]
+        ] = {}  # of each view: the epoch, and its mask
+
+    def _mask_of(self, epoch: int, view: int = 0) -> MaskedGraph:
+        if view not in self._masks or self._masks[view][0] != epoch:
+            mask = self.masker.mask(epoch, view)
+            if self.steps_per_epoch > 1:
+                draws = keyed.uniform(
+                    keyed.stream(self.cfg.run.seed, "batch-order", epoch),
+                    torch.arange(mask.masked.shape[0]),
+                )
+                mask = mask._replace(masked=mask.masked[draws.argsort(stable=True)])
+            self._masks[view] = epoch, mask._replace(visible=mask.visible.to(self.x.device))
+        return self._masks[view][1]
+
+    def _view(self, step: int, view: int) -> View:
+        visible = self._mask_of(step // self.steps_per_epoch, view).visible
+        return View(
+            x=_columns(self.x, self.cfg, step, view),
+            edges=self.masker.hide_more(visible, step, view),
+            nodes=torch.arange(*self.comm.slice_of(self.x.shape[0]), device=self.x.device),
+        )
+
+    def batch(self, step: int) -> Batch:
+        epoch, part = divmod(step, self.steps_per_epoch)
+        mask = self._mask_of(epoch)
+        total = mask.masked.shape[0]
+        positives = mask.masked[
+            total * part // self.steps_per_epoch : total * (part + 1) // self.steps_per_epoch
+        ]
+        # Without an edge decoder nobody looks at non-edges.
+        wanted = positives.shape[0] if self.cfg.loss.structure_weight > 0 else 0
+        negatives = self.masker.negatives(wanted, step)
+        pos, neg = (
+            pairs[slice(*self.comm.slice_of(pairs.shape[0]))] for pairs in (positives, negatives)
+        )
+        view = self._view(step, 0)
+        return Batch(
+            x=view.x,
+            edges=view.edges,
+            nodes=view.nodes,
+            pairs=torch.cat([pos, neg]).to(self.x.device),
+            num_pos=pos.shape[0],
+            modularity=_share_of_edges(view.edges, self.comm),
+            global_pos=positives.shape[0],
+            global_neg=negatives.shape[0],
+            global_nodes=self.x.shape[0],
+            second=self._view(step, 1) if self.cfg.loss.redundancy_weight > 0 else None,
+        )
+
+    def iterate(self, start: int, end: int) -> Iterator[Batch]:
+        for step in range(start, end):
+            yield self.batch(step)
+
+
+def _share_of_edges(edges: EdgeList, comm: Comm) -> EdgeList:
+    begin, end = comm.slice_of(edges.src.numel())
+    return (
+        edges
+        if comm.world == 1
+        else replace(edges, src=edges.src[begin:end], dst=edges.dst[begin:end])
+    )
+
+
+class SampledBatches:
+    """Seed edges with their sampled neighbourhoods; an epoch is one pass over all undirected edges
+    (§3.3, §11.1).
+
+    `features` [N, F] is the store's array as it is, dense or sparse: a mapped file stays on disk,
+    in its own type, and only the rows of a batch are read.
+    """
+
+    def __init__(
+        self,
+        features: np.ndarray | CsrFeatures,
+        topology: Topology,
+        cfg: Config,
+        comm: Comm,
+        device: torch.device,
+    ) -> None:
+        self.cfg, self.device = cfg, device
+        self.source = BatchSource.of(topology, cfg, comm.rank, comm.world, features)
+        self.steps_per_epoch = self.source.schedule.steps_per_epoch
+
+    def convert(self, batch: Batch, step: int) -> Batch:
+        """The batch on the device, its features as the views of the step see them."""
+        batch = batch.to(self.device, non_blocking=True)
+        second = None if batch.second is None else self._seen(batch.second, step, 1)
+        return replace(self._seen(batch, step, 0), second=second)
+
+    def _seen(self, view: ViewT, step: int, number: int) -> ViewT:
+        x = placed(view.x, self.device, torch.get_default_dtype())
+        if isinstance(x, SparseRows) and self.cfg.train.precision == "bfloat16":
+            x = x.to_dense()  # autocast is for dense products only
+        return replace(view, x=_columns(x, self.cfg, step, number))
+
+    def iterate(self, start: int, end: int) -> Iterator[Batch]:
+        sampler = self.cfg.sampler
+        loader = BatchLoader(
+            self.source,
+            start,
+            end,
+            workers=sampler.loader_processes,
+            prefetch=sampler.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
+        for step, batch in zip(loader.steps, loader, strict=True):
+            yield self.convert(batch, step)
 
 
 def loss_terms(

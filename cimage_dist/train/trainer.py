@@ -22,7 +22,6 @@ from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.nn.model import build_model, needs_moments, norm_kind
 from cimage_dist.nn.projection import BatchNorm, compact, placed, settle
-from cimage_dist.train.batches import Batches, FullGraphBatches, SampledBatches
 from cimage_dist.train.refresh import (
     Embedder,
     FullEmbedder,
@@ -30,7 +29,7 @@ from cimage_dist.train.refresh import (
     SampledEmbedder,
     redrawn_scores,
 )
-from cimage_dist.train.step import train_step
+from cimage_dist.train.step import Batches, FullGraphBatches, SampledBatches, train_step
 from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.types import Batch, CIScores, Features, Topology
 

@@ -6,7 +6,7 @@ import torch
 
 from cimage_dist.baselines import Graph, maskgae
 from cimage_dist.config import MaskConfig
-from cimage_dist.sampling.masking import PathMasker
+from cimage_dist.sampling.hidden import PathMasker
 from tests.baselines import dense
 
 SETTINGS = {

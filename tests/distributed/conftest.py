@@ -130,7 +130,7 @@ class Cluster:
         (self.files / "token").write_text(secrets.token_hex(32))
         self._nodes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, nodes: int, cpus: int) -> None:
+    def start(self, nodes: int, cpus: int, **changes: str) -> None:
         dashboard = ["--include-dashboard=false"]
         if self.dashboard_port:
             dashboard = ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}"]
@@ -141,6 +141,7 @@ class Cluster:
             f"--temp-dir={self.files / 'ray'}",
             "--disable-usage-stats",
             *dashboard,
+            **changes,
         )
         for _ in range(1, nodes):
             self.add_node(cpus)
@@ -221,13 +222,13 @@ class Cluster:
                     return process
         raise AssertionError(f"no worker holds {run}/.lock")
 
-    def add_node(self, cpus: int = 1) -> None:
-        self._start_node(cpus, f"--address={self._address()}")
+    def add_node(self, cpus: int = 1, **changes: str) -> None:
+        self._start_node(cpus, f"--address={self._address()}", **changes)
 
     def _address(self) -> str:
         return (self.files / "ray" / "ray_current_cluster").read_text().strip()
 
-    def _start_node(self, cpus: int, *argv: str) -> None:
+    def _start_node(self, cpus: int, *argv: str, **changes: str) -> None:
         """Ray gives a node 30 s to come up, which a busy machine can exceed: it is tried again. Its
         agents' ports are told, so that it need not wait for them.
         """
@@ -253,7 +254,7 @@ class Cluster:
                 node = subprocess.Popen(
                     [*command, *ports, *argv],
                     cwd=self.folder,
-                    env=self._clean(),
+                    env=self._clean() | changes,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
@@ -294,11 +295,12 @@ def kill_node(session: int) -> None:
 
 @contextmanager
 def cluster_of(nodes: int, cpus: int, has_dashboard: bool = False) -> Iterator[Cluster]:
-    """Short paths: Ray's sockets lie below."""
+    """Short paths: Ray's sockets lie below. Without nodes the caller starts them."""
     folder = Path(tempfile.mkdtemp(prefix="cim-", dir="/tmp"))
     cluster = Cluster(folder, has_dashboard)
     try:
-        cluster.start(nodes, cpus)
+        if nodes:
+            cluster.start(nodes, cpus)
         yield cluster
     finally:
         cluster.stop()

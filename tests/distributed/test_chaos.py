@@ -223,14 +223,14 @@ def test_storage_is_full(one_node: Cluster, expected: Expected) -> None:
 
 def save_on_full_storage(comm: Comm, root: str, failing: str) -> tuple[str, list[int]]:
     """What a rank is told at the second checkpoint, and the checkpoints that are whole then."""
-    from cimage_dist.distributed import train as ray_train
+    from cimage_dist.distributed import worker as ray_worker
 
     def no_room(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "ckpt")
 
-    ray_train.ray.train.report = lambda metrics: None
+    ray_worker.ray.train.report = lambda metrics, **more: None
     run = RunDir(root)
-    with ray_train.RaySink(run, load_config(overrides=["run.tensorboard=false"]), comm) as sink:
+    with ray_worker.RaySink(run, load_config(overrides=["run.tensorboard=false"]), comm) as sink:
         sink.save(5, {"model.w": torch.ones(3)}, {}, False)
         if failing == "checkpoint":
             checkpoint.save = no_room

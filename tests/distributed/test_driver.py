@@ -6,8 +6,8 @@ import pytest
 
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.distributed import train
-from cimage_dist.distributed.follow import Follower
+from cimage_dist.distributed import driver
+from cimage_dist.distributed.driver import Follower
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.length import announce
@@ -36,10 +36,10 @@ def test_a_finished_run_starts_no_ray(tmp_path, monkeypatch):
     def start(cfg):
         raise Started
 
-    monkeypatch.setattr(train, "start_ray", start)
+    monkeypatch.setattr(driver, "start_ray", start)
     stages.pretrain(config(), Progress(quiet=True))
     notes = Notes()
-    summary = train.launch(config("resources.num_workers=2"), notes)
+    summary = driver.launch(config("resources.num_workers=2"), notes)
     assert summary["steps_now"] == 0 and summary["steps"] == 2
     assert "is finished; nothing was started" in notes.said[0]
     file = tmp_path / "run" / "summary.json"
@@ -47,7 +47,7 @@ def test_a_finished_run_starts_no_ray(tmp_path, monkeypatch):
     for content, more in (("{", "train.epochs=2"), (whole, "train.epochs=3")):
         file.write_text(content)
         with pytest.raises(Started):
-            train.launch(config(more), notes)
+            driver.launch(config(more), notes)
 
 
 def test_the_driver_tells_the_end_from_what_workers_log(tmp_path):

@@ -89,7 +89,7 @@ def drive(folder: str, name: str, workers: int, kills: int) -> None:
     """What the processes started below do: embed on a Ray of their own."""
     import ray
 
-    from cimage_dist.distributed.embed import embed
+    from cimage_dist.distributed.driver import embed
 
     ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
     killer = threading.Thread(target=kill_workers, args=(kills,), daemon=True)

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
+from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.io.rows import load_rows
 from cimage_dist.pipeline import stages
@@ -109,6 +111,19 @@ def test_a_killed_and_resumed_run_of_two_workers_ends_bit_equal(ray: Cluster, tr
     assert [start["workers"] for start in (first, killed, resumed)] == [2, 2, 2]
     assert 0 == first["after_step"] < killed["after_step"] < resumed["after_step"] < STEPS
     Expected.of_folder(ray.folder / "plain").check(trained)
+
+
+def test_rays_own_result_has_the_last_checkpoint(trained: Run) -> None:
+    """Our files under Ray's name, and the newest alone."""
+    from ray.train import Result
+
+    result = Result.from_path(str(trained.root / "ray"))
+    assert result.checkpoint is not None and result.metrics is not None
+    assert result.metrics["step"] == STEPS and len(result.best_checkpoints) == 1
+    found = checkpoint.load(Path(result.checkpoint.path))
+    newest = checkpoint.load_latest(trained.root / "ckpt")
+    assert newest is not None and (found.step, found.meta) == (STEPS, newest.meta)
+    torch.testing.assert_close(found.tensors, newest.tensors, rtol=0, atol=0)
 
 
 def test_a_job_embeds_on_ray(ray: Cluster, trained: Run) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cimage_dist.comm import Comm
-from cimage_dist.train.batches import SampledBatches
+from cimage_dist.train.step import SampledBatches
 from cimage_dist.train.trainer import Trainer
 from tests.parity import test_training as parity
 from tests.procs import run_ranks

@@ -13,7 +13,7 @@ import torch
 from cimage_dist.comm import Comm
 from cimage_dist.nn import propagate
 from cimage_dist.nn.propagate import weighted_sum
-from cimage_dist.train.batches import SampledBatches
+from cimage_dist.train.step import SampledBatches
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Hops
 from tests.settings import ROUTING, small_sbm_config

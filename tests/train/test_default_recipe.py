@@ -19,9 +19,9 @@ from cimage_dist.errors import Interrupted
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.nn.inference import embed_graph, encode_graph
 from cimage_dist.planning import make_plan
-from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import LocalSink, MemorySink
+from cimage_dist.train.step import SampledBatches
 from cimage_dist.train.trainer import Trainer
 from tests.settings import small_sbm_config
 from tests.train.test_sampled_training import StopAfter, assert_same_run, without

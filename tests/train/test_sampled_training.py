@@ -24,10 +24,10 @@ from cimage_dist.nn.inference import encode_graph
 from cimage_dist.nn.model import norm_kind
 from cimage_dist.nn.projection import MomentsNorm
 from cimage_dist.train import loop
-from cimage_dist.train.batches import SampledBatches
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import MEASURED
 from cimage_dist.train.sink import LocalSink, MemorySink
+from cimage_dist.train.step import SampledBatches
 from cimage_dist.train.trainer import Trainer
 from cimage_dist.types import Batch, EdgeList, Topology
 from tests.procs import wait_for_children

@@ -16,11 +16,11 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.pipeline import stages
-from cimage_dist.sampling.masking import edge_keys, is_edge
-from cimage_dist.train.batches import FullGraphBatches
+from cimage_dist.sampling.hidden import edge_keys, is_edge
 from cimage_dist.train.loop import worker
 from cimage_dist.train.progress import MEASURED, Progress
 from cimage_dist.train.sink import LocalSink, MemorySink
+from cimage_dist.train.step import FullGraphBatches
 from tests.conftest import small_sbm_settings
 from tests.settings import ROUTING
 

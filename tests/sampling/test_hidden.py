@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cimage_dist.config import MaskConfig
-from cimage_dist.sampling.masking import (
+from cimage_dist.sampling.hidden import (
     PathMasker,
     edge_keys,
     is_edge,

@@ -1,52 +1,42 @@
-"""Ray Train around the worker: the same loop and the same run directory on several processes or
-machines.
+"""What Ray's workers run: the training loop with a sink that all ranks share, and parts of an
+embedding. Nothing here starts anything; `driver.py` does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
-from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.metrics import Gauge
 from torch import Tensor
 
 from cimage_dist.comm import Comm
-from cimage_dist.config import Config, run_dir
+from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.store import Graph
-from cimage_dist.distributed.follow import Follower, _in_a_thread, _signals_to, stop_file
-from cimage_dist.distributed.session import check_storage, start_ray, uses_gpu
 from cimage_dist.errors import UNWRITABLE, Interrupted, UserError
-from cimage_dist.io import checkpoint
+from cimage_dist.io import checkpoint, mirror
 from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.mirror import open_place, open_run
 from cimage_dist.pipeline import stages
-from cimage_dist.pipeline.length import announce
-from cimage_dist.train.progress import Progress
+from cimage_dist.pipeline.embedding import Bench, Facts
 from cimage_dist.train.sink import LocalSink
 
-_LOOK_EVERY_S = 1.0  # for a request to stop
+STOP = "STOP"  # the mark by which the driver asks the workers to save and stop
+_LOOK_EVERY_S = 1.0  # for that mark
 _LOCK_PATIENCE_S = (
     60.0  # a worker that Ray gave up may live on for a while and hold the run directory
 )
-# Ray's own defaults notice a frozen worker after ten minutes and give workers that have no room, as
-# after the loss of their node, a minute. The user's environment wins.
-_ALERT = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15"}
-_RESIZE_EVERY_S = float(
-    os.environ.get("CIMAGE_RESIZE_EVERY_S", "30")
-)  # an elastic run looks for new nodes
 
 
 class RaySink(LocalSink):
@@ -83,10 +73,11 @@ class RaySink(LocalSink):
                 self._note_attempt(found.step if found else 0)
 
         self._together(choose, "The list of starts")
-        path = self.comm.broadcast_object(str(found.path) if found else None)
-        if path is None or found is not None:
+        name = self.comm.broadcast_object(found.path.name if found else None)
+        if name is None or found is not None:
             return found
-        return checkpoint.load(Path(path))
+        mirror.refresh(self.run.root)
+        return checkpoint.load(self.run.checkpoints / name)
 
     def _note_attempt(self, step: int) -> None:
         """One line for each start of the workers: after which step, how many, when."""
@@ -136,12 +127,15 @@ class RaySink(LocalSink):
             functools.partial(super().save, step, tensors, meta, is_best),
             f"The checkpoint of step {step}",
         )
-        path = (
-            str(self.run.checkpoints / (self.run.checkpoints / "LATEST").read_text().strip())
-            if self.is_main
-            else ""
+        made = None
+        if self.is_main:
+            newest = (self.run.checkpoints / "LATEST").read_text().strip()
+            made = ray.train.Checkpoint(str(self.run.checkpoints / newest))
+        ray.train.report(
+            self._record | {"step": step, "checkpoint_path": made.path if made else ""},
+            checkpoint=made,
+            checkpoint_upload_fn=None if mirror.is_copy(self.run.root) else _link,
         )
-        ray.train.report(self._record | {"step": step, "checkpoint_path": path})
 
     def store(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Collective, for the same reason."""
@@ -155,6 +149,8 @@ class RaySink(LocalSink):
         if complaint is None:
             try:
                 write()
+            except UserError as error:
+                complaint = f"{what} cannot be written: {error}"
             except OSError as error:
                 complaint = f"{what} cannot be written: {unwritable(error)}"
         complaint = _first_complaint(complaint, self.comm)
@@ -170,8 +166,22 @@ class RaySink(LocalSink):
         if self.is_main and now - self._looked > _LOOK_EVERY_S:
             self._looked = now
             with contextlib.suppress(OSError, ValueError):
-                self._signal = int(stop_file(self.run).read_text())
+                self._signal = int(mirror.read_mark(self.run.root, STOP) or 0)
         return self._signal
+
+
+def _link(made: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+    """Ray's own checkpoint, which it prunes by itself: links to the files of ours, not a copy."""
+    folder = Path(ray.train.get_context().get_storage().experiment_fs_path) / name
+    shutil.copytree(made.path, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+    return ray.train.Checkpoint(str(folder))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # some shared file systems have no links
+        shutil.copyfile(source, target)
 
 
 def unwritable(error: OSError) -> str:
@@ -186,41 +196,16 @@ def unwritable(error: OSError) -> str:
     )
 
 
-def absolute(cfg: Config) -> Config:
-    """Workers run in other directories: every path becomes absolute."""
-
-    def full(path: str | None) -> str | None:
-        return path if path is None or "://" in path else str(Path(path).resolve())
-
-    data, cluster = cfg.data, cfg.cluster
-    root = full(data.root or os.environ.get("CIMAGE_DATA_ROOT"))
-    return dataclasses.replace(
-        cfg,
-        data=dataclasses.replace(
-            data,
-            path=full(data.path),
-            root=root,
-            store_dir=str(Path(data.store_dir).resolve()),
-            stage_dir=full(data.stage_dir),
-        ),
-        cluster=dataclasses.replace(cluster, labels_path=full(cluster.labels_path)),
-        run=dataclasses.replace(cfg.run, dir=str(run_dir(cfg).resolve())),
-        resources=dataclasses.replace(
-            cfg.resources, threads=cfg.resources.threads or cfg.resources.cpus_per_worker
-        ),
-    )
-
-
-def _train_worker(job: dict[str, Any]) -> dict[str, Any]:
+def train_worker(job: dict[str, Any]) -> dict[str, Any]:
     """What each Ray worker runs; the run directory holds the config.
 
     A mistake of the user and a wish to stop are returned, not raised: trying again would not fix
     them.
     """
-    cfg = load_config(job["config"])
+    cfg = load_config(open_place(job["run"]).config)
     comm = Comm.from_environment()
     complaint: str | None = None
-    sink = RaySink(RunDir(run_dir(cfg)), cfg, comm)
+    sink = RaySink(open_run(cfg), cfg, comm)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(sink)
@@ -252,104 +237,28 @@ def _first_complaint(own: str | None, comm: Comm) -> str | None:
     )
 
 
-def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
-    """Train on resources.num_workers Ray workers and return the summary, as `stages.pretrain` does
-    for one process.
+@functools.lru_cache(maxsize=1)
+def _bench(root: str, plan: str) -> Bench:
+    """Kept by a worker process as long as the plan stays the same: the graph is mapped and the
+    weights are loaded once.
     """
-    cfg = absolute(cfg)
-    graph = open_graph(cfg.data)
-    with stages.summarised(cfg, graph) as outcome:
-        if outcome.is_finished:
-            progress.note(f"{outcome.run.root} is finished; nothing was started")
-        else:
-            _train_on_ray(cfg, graph, outcome.run, progress)
-    return outcome.summary
+    bench = Bench(Path(root))
+    torch.set_num_threads(bench.cfg.resources.threads)
+    return bench
 
 
-def _train_on_ray(cfg: Config, graph: Graph, run: RunDir, progress: Progress) -> None:
-    start_ray(cfg)
-    if len([node for node in ray.nodes() if node["Alive"]]) > 1:
-        check_storage(run.root)
-    res = cfg.resources
-    workers = (
-        f"{res.min_workers} to {res.num_workers}"
-        if 0 < res.min_workers < res.num_workers
-        else str(res.num_workers)
-    )
-    progress.note(f"training on {workers} Ray workers into {run.root}")
-    announce(cfg, graph, progress)
-    follower = Follower(run, progress, cfg.run.log_every)
-    follower.start()
+def make_part(root: str, plan: str, stage: int, index: int) -> Facts | str:
+    """A part of a pass. A mistake of the user is returned, not raised: its message must not
+    drown in a traceback.
+    """
     try:
-        with _signals_to(run):
-            _fit(cfg, run)
-    finally:
-        follower.is_done.set()
-        follower.join()
-
-
-def scaling(cfg: Config) -> Any:
-    """A fixed number of workers, or a range between which Ray moves as nodes come and go."""
-    res, use_gpu = cfg.resources, uses_gpu(cfg)
-    is_elastic = 0 < res.min_workers < res.num_workers
-    return cast(Any, ScalingConfig)(
-        num_workers=(res.min_workers, res.num_workers) if is_elastic else res.num_workers,
-        use_gpu=use_gpu,
-        resources_per_worker={"CPU": res.cpus_per_worker} | ({"GPU": 1} if use_gpu else {}),
-        elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
-    )
-
-
-def _fit(cfg: Config, run: RunDir) -> None:
-    res = cfg.resources
-    use_gpu = uses_gpu(cfg)
-    os.environ |= _ALERT | os.environ
-    # Workers answer this from a thread of their own, however long a step, a checkpoint or a
-    # validation takes: only one that is frozen or gone is silent.
-    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(res.lost_after_s)
-    trainer = TorchTrainer(
-        cast(Any, _train_worker),
-        train_loop_config={"config": str(run.config)},
-        scaling_config=scaling(cfg),
-        # On GPUs too: labels, counts and decisions travel as CPU tensors.
-        torch_config=TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=res.timeout_s
-        ),
-        run_config=cast(Any, RunConfig)(
-            name="ray",
-            storage_path=str(run.root),
-            failure_config=FailureConfig(max_failures=res.max_failures),
-            worker_runtime_env={"env_vars": _network()},
-        ),
-    )
-    try:
-        told = _in_a_thread(trainer)
-    except WorkerGroupError as error:
-        if death := next(
-            (
-                str(failure)
-                for failure in error.worker_failures.values()
-                if hasattr(failure, "health_check_failure")
-            ),
-            None,
-        ):
-            raise UserError(
-                f"Workers died more than resources.max_failures ({res.max_failures}) times: "
-                "killed, out of memory, or with their node. "
-                "The same command continues from the newest checkpoint. The last death: "
-                f"{' '.join(death.split())[:600]}"
-            ) from None
-        raise  # their own exception, which is a bug
-    if told.get("complaint"):
-        raise UserError(told["complaint"])
-    if "signum" in told:
-        raise Interrupted(told["signum"], told["step"])
-
-
-def _network() -> dict[str, str]:
-    """Which interface collectives use, where the user named one."""
-    return {
-        name: os.environ[name]
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        if name in os.environ
-    }
+        return _bench(root, plan).make(stage, index)
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno in UNWRITABLE:
+            return (
+                f"{error.strerror}: {error.filename or root}. Make room or get access "
+                "there; the parts that are done are kept."
+            )
+        raise
