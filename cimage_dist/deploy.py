@@ -29,7 +29,6 @@ from uuid import uuid4
 import yaml
 
 from cimage_dist.config import Config, fingerprint
-from cimage_dist.data.staging import open_storage
 from cimage_dist.errors import UserError
 from cimage_dist.io.artifacts import TMP_PREFIX
 
@@ -310,6 +309,8 @@ def _fetch_first(pod: Document, address: str) -> None:
 
 def fetch(address: str, folder: Path) -> int:
     """Number of files copied now."""
+    from cimage_dist.data.staging import open_storage  # loads torch, which manifests do not need
+
     try:
         store, root = open_storage(address)
         entries = store.find(root, detail=True)
