@@ -1,7 +1,7 @@
 """Read the typed configuration from yaml and `key=value`. Unknown key, wrong type or bad range
 fails here, naming the key and the fix.
 
-Precedence, lowest first: the defaults of `config.py`, yaml files in the order given, `key=value`
+Precedence, lowest first: the defaults of `config/`, yaml files in the order given, `key=value`
 overrides.
 """
 

@@ -4,6 +4,7 @@ of it.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,9 +31,18 @@ def document(tables: Sequence[Table], results: Path) -> str:
     said = [f"- {sentence}" for sentence in verdict(begun, results)]
     lines = [line for table in begun for line in render_table(table, results)]
     lines += [line for field in load_fields() for line in render_field(field, results)]
-    return "\n".join(
-        [*_HEAD, *said, "", *lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]
-    ).strip()
+    lines = [*_HEAD, *said, "", *lines, *([f"Not begun: {', '.join(rest)}."] if rest else [])]
+    return "\n".join(map(_wrapped, lines)).strip()
+
+
+def _wrapped(line: str) -> str:
+    """Of at most 100 characters, unless it belongs to a table."""
+    if line.startswith("|"):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(
+        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def headline(tables: Sequence[Table], results: Path) -> str:
