@@ -48,7 +48,7 @@ SETTINGS = (
 def server() -> Iterator[str]:
     """The address of an S3 server with a bucket."""
     moto = pytest.importorskip("moto.server", reason="the S3 server of the tests needs moto")
-    pytest.importorskip("s3fs", reason="s3:// needs s3fs")
+    s3fs = pytest.importorskip("s3fs", reason="s3:// needs s3fs")
     import boto3
 
     running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
@@ -60,8 +60,10 @@ def server() -> Iterator[str]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()  # one made without these keys is no use
         boto3.client("s3").create_bucket(Bucket="bucket")
         yield "s3://bucket"
+    s3fs.S3FileSystem.clear_instance_cache()
     running.stop()
 
 
