@@ -15,6 +15,7 @@ from torch_geometric.nn import ARGA, GAE, GCNConv, InnerProductDecoder
 
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import GCN, minimise, prepared, propagation
+from cimage_dist.nn.optim import Adam
 
 Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -99,7 +100,7 @@ def fit_autoencoder(
     if is_adversarial:
         adversary = discriminator([settings["width"], *settings["discriminator"]])
         model = kind(make(*sizes), adversary).to(x.device)
-        optimizer = torch.optim.Adam(adversary.parameters(), lr=settings["discriminator_lr"])
+        optimizer = Adam(adversary.parameters(), lr=settings["discriminator_lr"])
     else:
         model = kind(make(*sizes)).to(x.device)
 

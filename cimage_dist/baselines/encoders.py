@@ -18,6 +18,7 @@ from torch_geometric.utils import dropout_edge, mask_feature, to_torch_csr_tenso
 
 from cimage_dist.baselines import Step
 from cimage_dist.errors import UserError
+from cimage_dist.nn.optim import Adam
 
 # The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length,
 # the maximum leaves rows of zeros and ones as they are.
@@ -90,9 +91,9 @@ def corrupted(
     return encoder(seen, propagation(kept, x.shape[0], x.dtype))
 
 
-def adam(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Adam:
+def adam(model: nn.Module, settings: Mapping[str, Any]) -> Adam:
     decay = settings.get("weight_decay", 0.0)
-    return torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
+    return Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
 
 
 def minimise(

@@ -35,17 +35,16 @@ class _EdgeProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, edges: EdgeList, is_symmetric: bool) -> Tensor:
         incoming = _adjacency(edges.dst, edges.src, edges, x) @ x
-        ctx.edges, ctx.is_symmetric = edges, is_symmetric
-        ctx.save_for_backward(x, incoming)
+        ctx.edges = edges
+        # Where both directions give the same, the backward pass does not need x.
+        ctx.save_for_backward(incoming, None if is_symmetric else x)
         return (x * incoming).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        x, incoming = ctx.saved_tensors
+        incoming, x = ctx.saved_tensors
         outgoing = (
-            incoming
-            if ctx.is_symmetric
-            else _adjacency(ctx.edges.src, ctx.edges.dst, ctx.edges, x) @ x
+            incoming if x is None else _adjacency(ctx.edges.src, ctx.edges.dst, ctx.edges, x) @ x
         )
         return grads[0] * (incoming + outgoing), None, None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,6 +36,37 @@ def structure_loss(
     )
 
 
+class _Cosine(torch.autograd.Function):
+    """cos [n] of the flattened rows of a ⊙ m and b ⊙ m, [n, K, C]; m [1, K, 1] is 0 or 1.
+
+    Keeps a and b alone: autograd keeps the masked rows and those of unit length as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+        rows = [(x * mask).flatten(1) for x in (a, b)]
+        cosine = F.cosine_similarity(*rows, dim=-1, eps=EPS)
+        lengths = [torch.linalg.vector_norm(x, dim=1).clamp(min=EPS) for x in rows]
+        ctx.save_for_backward(a, b, mask, cosine, *lengths)
+        return cosine
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """∂cos/∂a = (b/|b| - cos·a/|a|)/|a|; a row shorter than EPS counts as EPS long."""
+        a, b, mask, cosine, *lengths = ctx.saved_tensors
+
+        def column(x: Tensor) -> Tensor:
+            return x.view(-1, 1, 1)
+
+        found: list[Tensor | None] = []
+        ends = ((a, b, *lengths), (b, a, *reversed(lengths)))
+        for wanted, (own, other, size, far) in zip(ctx.needs_input_grad, ends, strict=False):
+            turned = torch.where(size > EPS, cosine * grads[0] / size.square(), 0.0)
+            grad = other * column(grads[0] / (size * far)) if wanted else None
+            found.append(None if grad is None else grad.addcmul_(own, -column(turned)).mul_(mask))
+        return *found, None
+
+
 def factor_loss(
     z_nKC: Tensor,
     predicted_nKC: Tensor,
@@ -57,9 +91,7 @@ def factor_loss(
         # Zeros in place of the other factors add nothing to a product or a length, and need no
         # gathering.
         chosen = target_K.to(z_nKC.dtype).view(1, -1, 1)
-        cosine = F.cosine_similarity(
-            (target * chosen).flatten(1), (predicted_nKC * chosen).flatten(1), dim=-1, eps=EPS
-        ).unsqueeze(1)
+        cosine = cast(Tensor, _Cosine.apply(target, predicted_nKC, chosen)).unsqueeze(1)
     else:
         cosine = F.cosine_similarity(target, predicted_nKC, dim=-1, eps=EPS)[:, target_K]
     return _weighted((1 - cosine).clamp_min(0).pow(cfg.sce_power).mean(1), weight)

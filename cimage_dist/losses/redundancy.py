@@ -21,19 +21,31 @@ EPS = 1e-6
 _ROWS_PER_CHANNEL = 4  # with fewer, what chance alone adds to the penalty is subtracted
 
 
-class _Gram(torch.autograd.Function):
-    """xᵀx [D, D] of x [n, D]; backward is one product, x (G + Gᵀ), where autograd makes two."""
+class _Products(torch.autograd.Function):
+    """Σ xa ⊙ xb [D], xaᵀxa and xbᵀxb [D, D] of the centred rows x = √w (z - m), [n, D].
+
+    Centring is done again in the backward pass, which makes one product x (G + Gᵀ) of each Gram
+    matrix where autograd makes two.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.t() @ x
+    def forward(
+        ctx: Any, za: Tensor, zb: Tensor, mean_a: Tensor, mean_b: Tensor, root: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(za, zb, mean_a, mean_b, root)
+        xa, xb = _centred(za, mean_a, root), _centred(zb, mean_b, root)
+        return (xa * xb).sum(0), xa.t() @ xa, xb.t() @ xb
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        out: Tensor = x @ (grads[0] + grads[0].t())
-        return out
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        za, zb, mean_a, mean_b, root = ctx.saved_tensors
+        across, gram_a, gram_b = grads
+        xa, xb = _centred(za, mean_a, root), _centred(zb, mean_b, root)
+        found = []
+        for own, other, gram in ((xa, xb, gram_a), (xb, xa, gram_b)):
+            grad = (own @ (gram + gram.t())).addcmul_(other, across)
+            found.append(grad if root is None else grad.mul_(root))
+        return *found, None, None, None
 
 
 def redundancy_loss(
@@ -65,8 +77,7 @@ def redundancy_loss(
     za, zb = (z if z.dtype == torch.float64 else z.to(torch.float32) for z in (za, zb))
     root = None if weight is None else weight.to(za.dtype).sqrt().unsqueeze(1)
     n, means = _means(za, zb, root, comm)
-    xa, xb = (_centred(z, mean, root) for z, mean in zip((za, zb), means, strict=True))
-    local = [(xa * xb).sum(0), _Gram.apply(xa), _Gram.apply(xb)]
+    local = list(_Products.apply(za, zb, *means, root))
 
     def value(c: Tensor, *grams: Tensor) -> Tensor:
         scale = [_scale(s.diagonal(), m) for s, m in zip(grams, means, strict=True)]
