@@ -195,6 +195,8 @@ def _merged(merged: Any, layers: Sequence[tuple[str, Any]]) -> Config:
             message = str(getattr(error, "msg", None) or error).split("\n")[0]
             if "is not a ListConfig" in message:
                 message = f"a list is written in brackets, e.g. {key}=[10,10]"
+            if "Invalid value 'True'" in message or "Invalid value 'False'" in message:
+                message += " (yaml reads yes, no, on and off as true and false)"
             raise UserError(f"{key} in {where}: {message.rstrip('.')}.") from None
         except (
             TypeError,

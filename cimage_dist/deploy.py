@@ -31,7 +31,6 @@ import yaml
 from cimage_dist.config import Config, fingerprint
 from cimage_dist.errors import UserError
 from cimage_dist.io.artifacts import TMP_PREFIX
-from cimage_dist.io.storage import open_storage
 
 Document = dict[str, Any]
 GPU = "nvidia.com/gpu"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,37 @@ def structure_loss(
     )
 
 
+class _Cosine(torch.autograd.Function):
+    """cos [n] of the flattened rows of a ⊙ m and b ⊙ m, [n, K, C]; m [1, K, 1] is 0 or 1.
+
+    Keeps a and b alone: autograd keeps the masked rows and those of unit length as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+        rows = [(x * mask).flatten(1) for x in (a, b)]
+        cosine = F.cosine_similarity(*rows, dim=-1, eps=_COSINE_EPS)
+        lengths = [torch.linalg.vector_norm(x, dim=1).clamp(min=_COSINE_EPS) for x in rows]
+        ctx.save_for_backward(a, b, mask, cosine, *lengths)
+        return cosine
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """∂cos/∂a = (b/|b| - cos·a/|a|)/|a|; a row shorter than ε counts as ε long."""
+        a, b, mask, cosine, *lengths = ctx.saved_tensors
+
+        def column(x: Tensor) -> Tensor:
+            return x.view(-1, 1, 1)
+
+        found: list[Tensor | None] = []
+        ends = ((a, b, *lengths), (b, a, *reversed(lengths)))
+        for wanted, (own, other, size, far) in zip(ctx.needs_input_grad, ends, strict=False):
+            turned = torch.where(size > _COSINE_EPS, cosine * grads[0] / size.square(), 0.0)
+            grad = other * column(grads[0] / (size * far)) if wanted else None
+            found.append(None if grad is None else grad.addcmul_(own, -column(turned)).mul_(mask))
+        return *found, None
+
+
 def factor_loss(
     z_nKC: Tensor,
     predicted_nKC: Tensor,
@@ -77,12 +108,7 @@ def factor_loss(
         # Zeros in place of the other factors add nothing to a product or a length, and need no
         # gathering.
         chosen = target_K.to(z_nKC.dtype).view(1, -1, 1)
-        cosine = F.cosine_similarity(
-            (target * chosen).flatten(1),
-            (predicted_nKC * chosen).flatten(1),
-            dim=-1,
-            eps=_COSINE_EPS,
-        ).unsqueeze(1)
+        cosine = cast(Tensor, _Cosine.apply(target, predicted_nKC, chosen)).unsqueeze(1)
     else:
         cosine = F.cosine_similarity(target, predicted_nKC, dim=-1, eps=_COSINE_EPS)[:, target_K]
     return _weighted((1 - cosine).clamp_min(0).pow(cfg.sce_power).mean(1), weight)
@@ -97,19 +123,31 @@ _SPREAD_EPS = 1e-6
 _ROWS_PER_CHANNEL = 4  # with fewer, what chance alone adds to the penalty is subtracted
 
 
-class _Gram(torch.autograd.Function):
-    """xᵀx [D, D] of x [n, D]; backward is one product, x (G + Gᵀ), where autograd makes two."""
+class _Products(torch.autograd.Function):
+    """Σ xa ⊙ xb [D], xaᵀxa and xbᵀxb [D, D] of the centred rows x = √w (z - m), [n, D].
+
+    Centring is done again in the backward pass, which makes one product x (G + Gᵀ) of each Gram
+    matrix where autograd makes two.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.t() @ x
+    def forward(
+        ctx: Any, za: Tensor, zb: Tensor, mean_a: Tensor, mean_b: Tensor, root: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(za, zb, mean_a, mean_b, root)
+        xa, xb = _centred(za, mean_a, root), _centred(zb, mean_b, root)
+        return (xa * xb).sum(0), xa.t() @ xa, xb.t() @ xb
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        out: Tensor = x @ (grads[0] + grads[0].t())
-        return out
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        za, zb, mean_a, mean_b, root = ctx.saved_tensors
+        across, gram_a, gram_b = grads
+        xa, xb = _centred(za, mean_a, root), _centred(zb, mean_b, root)
+        found = []
+        for own, other, gram in ((xa, xb, gram_a), (xb, xa, gram_b)):
+            grad = (own @ (gram + gram.t())).addcmul_(other, across)
+            found.append(grad if root is None else grad.mul_(root))
+        return *found, None, None, None
 
 
 def redundancy_loss(
@@ -141,8 +179,7 @@ def redundancy_loss(
     za, zb = (z if z.dtype == torch.float64 else z.to(torch.float32) for z in (za, zb))
     root = None if weight is None else weight.to(za.dtype).sqrt().unsqueeze(1)
     n, means = _means(za, zb, root, comm)
-    xa, xb = (_centred(z, mean, root) for z, mean in zip((za, zb), means, strict=True))
-    local = [(xa * xb).sum(0), _Gram.apply(xa), _Gram.apply(xb)]
+    local = list(_Products.apply(za, zb, *means, root))
 
     def value(c: Tensor, *grams: Tensor) -> Tensor:
         scale = [_scale(s.diagonal(), m) for s, m in zip(grams, means, strict=True)]
@@ -225,17 +262,16 @@ class _EdgeProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, edges: EdgeList, is_symmetric: bool) -> Tensor:
         incoming = _adjacency(edges.dst, edges.src, edges, x) @ x
-        ctx.edges, ctx.is_symmetric = edges, is_symmetric
-        ctx.save_for_backward(x, incoming)
+        ctx.edges = edges
+        # Where both directions give the same, the backward pass does not need x.
+        ctx.save_for_backward(incoming, None if is_symmetric else x)
         return (x * incoming).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        x, incoming = ctx.saved_tensors
+        incoming, x = ctx.saved_tensors
         outgoing = (
-            incoming
-            if ctx.is_symmetric
-            else _adjacency(ctx.edges.src, ctx.edges.dst, ctx.edges, x) @ x
+            incoming if x is None else _adjacency(ctx.edges.src, ctx.edges.dst, ctx.edges, x) @ x
         )
         return grads[0] * (incoming + outgoing), None, None
 

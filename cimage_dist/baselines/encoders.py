@@ -22,6 +22,7 @@ from torch_geometric.utils import dropout_edge, mask_feature, to_torch_csr_tenso
 
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.errors import UserError
+from cimage_dist.nn.optim import Adam
 
 # The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length,
 # the maximum leaves rows of zeros and ones as they are.
@@ -94,9 +95,9 @@ def corrupted(
     return encoder(seen, propagation(kept, x.shape[0], x.dtype))
 
 
-def adam(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Adam:
+def adam(model: nn.Module, settings: Mapping[str, Any]) -> Adam:
     decay = settings.get("weight_decay", 0.0)
-    return torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
+    return Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
 
 
 def minimise(
@@ -219,7 +220,7 @@ def fit_autoencoder(
     if is_adversarial:
         adversary = discriminator([settings["width"], *settings["discriminator"]])
         model = kind(make(*sizes), adversary).to(x.device)
-        optimizer = torch.optim.Adam(adversary.parameters(), lr=settings["discriminator_lr"])
+        optimizer = Adam(adversary.parameters(), lr=settings["discriminator_lr"])
     else:
         model = kind(make(*sizes)).to(x.device)
 

@@ -21,6 +21,7 @@ from torch_geometric.nn import GCNConv
 
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import prepared, propagation
+from cimage_dist.nn.optim import Adam
 
 
 class Model(nn.Module):
@@ -59,7 +60,7 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
     # Kipf & Welling: the first layer alone is decayed.
     decayed = {"params": model.first.parameters(), "weight_decay": settings["weight_decay"]}
     free = {"params": model.second.parameters()}
-    optimizer = torch.optim.Adam([decayed, free], lr=settings["lr"])
+    optimizer = Adam([decayed, free], lr=settings["lr"])
     for epoch in range(epochs):
         model.train()
         optimizer.zero_grad()

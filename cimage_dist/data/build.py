@@ -136,8 +136,13 @@ def edge_weights(
     keys = np.repeat(np.arange(n, dtype=np.int64) * n, np.diff(indptr)) + indices
     weights = np.zeros(len(keys), dtype=np.float64)
     for src, dst, values in chunks:
-        if values.dtype.kind not in "iufb" or not np.isfinite(values).all():
-            raise UserError(f"{where} must be finite numbers. Replace or remove other values.")
+        is_number = values.dtype.kind in "iufb"
+        bad = np.flatnonzero(~np.isfinite(values)) if is_number else np.arange(len(values))
+        if bad.size:
+            raise UserError(
+                f"{where}: {bad.size:,} are no finite numbers. First: row {int(bad[0]) + 1:,} has "
+                f"'{values[bad[0]]}'. Replace or remove them."
+            )
         keep = src != dst
         a, b = src[keep].astype(np.int64), dst[keep].astype(np.int64)
         for pair in (a * n + b, b * n + a):

@@ -68,12 +68,17 @@ def _integers(ids: Array, where: str, first: int) -> Array:
             f"{where}: {bad.size:,} node ids are not whole numbers. First: {shown}. Node ids "
             "are integers counted from 0; missing values are not allowed."
         )
+    if ids.dtype.kind not in "OUS":
+        raise UserError(
+            f"{where}: node ids must be integers; got values of type {ids.dtype}. Give one row "
+            "for each edge, the ids of its two ends."
+        )
     import pandas as pd
 
     # Integers beyond 64 bits are text or Python objects here, so numbers alone are no proof.
     values = pd.to_numeric(pd.Series(ids), errors="coerce")
     bad = np.flatnonzero(((values != np.trunc(values)) | (values.abs() >= 2**63)).to_numpy())
-    bad = np.arange(len(ids)) if ids.dtype.kind == "b" or not bad.size else bad
+    bad = bad if bad.size else np.arange(len(ids))
     shown = ", ".join(f"edge {first + int(i) + 1:,} has {ids[i]!r}" for i in bad[:_SHOWN])
     raise UserError(
         f"{where}: {bad.size:,} node ids are not integers from 0 to N-1. First: {shown}. Where "
@@ -114,9 +119,15 @@ class FeatureScale:
         self.nonzeros = np.zeros(width, dtype=np.int64)
         self.vanished = 0
         self.largest = 0.0
+        self.rows = 0
+        self.is_constant = True
+        self._first: Array | None = None
 
     def add(self, given: Array, stored: Array) -> None:
         """Rows as given and as stored; both [n, F]."""
+        self._first = stored[0].copy() if self._first is None and len(stored) else self._first
+        self.is_constant = self.is_constant and bool((stored == self._first).all())
+        self.rows += len(stored)
         self.nonzeros += np.count_nonzero(stored, axis=0)
         self.vanished += int(np.count_nonzero(given)) - int(np.count_nonzero(stored))
         self.largest = max(self.largest, float(np.abs(stored).max(initial=0)))
@@ -138,6 +149,11 @@ class FeatureScale:
             )
         empty = np.flatnonzero(self.nonzeros == 0)
         warnings = [f"{where}: {lost}."] if self.vanished > 0 else []
+        if self.is_constant and self.rows > 1:
+            warnings.append(
+                f"{where}: all rows are the same, so they do not tell nodes apart. Check the file "
+                "and data.normalize, or choose features made from the graph (data.features)."
+            )
         if empty.size:
             shown = ", ".join(str(j) for j in empty[:_SHOWN])
             warnings.append(

@@ -169,6 +169,11 @@ def _label_warnings(y: Array, names: list[str] | None, where: str) -> list[str]:
     if len(classes) == 1:
         name = repr(names[classes[0]]) if names else int(classes[0])
         return [f"{where}: there is one class only ({name}), so scores by labels say nothing."]
+    if len(classes) == int((y >= 0).sum()) > 2:
+        return [
+            f"{where}: each of the {len(classes):,} labelled nodes has a class of its own, so "
+            "scores by labels say nothing. Is this column an id?"
+        ]
     return []
 
 

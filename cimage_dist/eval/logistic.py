@@ -20,6 +20,7 @@ from scipy import sparse
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.nn.optim import Adam
 
 STRENGTHS = tuple(10.0**e for e in range(-3, 4))  # the one grid, for every method and every control
 ABSENT = -1e6  # bias of a class that the training rows do not have
@@ -187,7 +188,7 @@ def _by_batches(
         decay = torch.tensor([1.0 / (c * num_rows) for c in strengths]).view(-1, 1, 1)
         weight = torch.zeros(count, num_classes, width, requires_grad=True)
         bias = torch.zeros(count, num_classes, requires_grad=True)
-        optimizer = torch.optim.Adam([weight, bias], lr=_RATE)
+        optimizer = Adam([weight, bias], lr=_RATE)
         per_epoch = -(-num_rows // _BATCH)
         epochs = max(_EPOCHS, -(-_STEPS // per_epoch))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch)

@@ -20,6 +20,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
 from cimage_dist.eval.logistic import STRENGTHS, Path, Rows, logistic_path, unit_rows
+from cimage_dist.nn.optim import Adam
 from cimage_dist.types import NodeSplit
 
 _T_0, _T_MULT = 50, 2  # cosine restarts of §9.1
@@ -196,9 +197,7 @@ def _fit(
     ).view(num_classes, dim)
     weight = ((2.0 * draws - 1.0) * bound).to(x.dtype).requires_grad_()
     bias = x.new_zeros(num_classes).requires_grad_()
-    optimizer = torch.optim.Adam(
-        [weight, bias], lr=cfg.probe_lr_max, weight_decay=cfg.probe_weight_decay
-    )
+    optimizer = Adam([weight, bias], lr=cfg.probe_lr_max, weight_decay=cfg.probe_weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
         optimizer, T_0=_T_0, T_mult=_T_MULT, eta_min=cfg.probe_lr_min
     )

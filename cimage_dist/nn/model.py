@@ -21,6 +21,14 @@ from cimage_dist.nn.projection import dropout
 from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops, View
 
 
+def rows_of(z: Tensor, nodes: Tensor) -> Tensor:
+    """z[nodes]; all rows in their order, as a whole graph gives them, are not copied."""
+    is_whole = nodes.device.type == "cpu" and nodes.numel() == z.shape[0]
+    if is_whole and torch.equal(nodes, torch.arange(z.shape[0])):
+        return z
+    return z.index_select(0, nodes)
+
+
 class FactorDecoder(nn.Module):
     """F̂ = MLP(z with the hidden factors set to zero) (§5.3): every layer but the last is dropout
     -> Linear -> ELU, output K·C wide.
@@ -39,27 +47,39 @@ class FactorDecoder(nn.Module):
         """
         x = (z_nKC * visible_K.to(z_nKC.dtype).unsqueeze(-1)).flatten(1)
         for layer in self.layers[:-1]:
-            x = F.elu(layer(dropout(x, self.dropout, self.training)))
+            # In place: the next layer keeps the result, and the gradient follows from it.
+            x = F.elu(layer(dropout(x, self.dropout, self.training)), inplace=True)
         return cast(Tensor, self.layers[-1](x)).view_as(z_nKC)
 
 
+_CHUNK_PAIRS = 8_192  # gathered at a time
+
+
 class _PairProducts(torch.autograd.Function):
-    """z[u] ⊙ z[v] of pairs, [n, D]. The rows are gathered again in the backward pass: kept, they
-    are the largest tensors of a step.
+    """z[u] ⊙ z[v] of pairs, [n, D]. The rows are gathered again in the backward pass, and a few
+    thousand at a time: kept, they are the largest tensors of a step.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, pairs: Tensor) -> Tensor:
         ctx.save_for_backward(z, pairs)
-        return z.index_select(0, pairs[:, 0]) * z.index_select(0, pairs[:, 1])
+        out = z.new_empty(pairs.shape[0], z.shape[1])
+        for part, rows in zip(pairs.split(_CHUNK_PAIRS), out.split(_CHUNK_PAIRS), strict=True):
+            torch.mul(z.index_select(0, part[:, 0]), z.index_select(0, part[:, 1]), out=rows)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         z, pairs = ctx.saved_tensors
-        u, v = pairs[:, 0], pairs[:, 1]
-        grad = grads[0]
-        ends = torch.zeros_like(z).index_add_(0, v, grad * z.index_select(0, u))
-        return ends + torch.zeros_like(z).index_add_(0, u, grad * z.index_select(0, v)), None
+        ends = []
+        for at, other in ((1, 0), (0, 1)):
+            end = torch.zeros_like(z)
+            for part, grad in zip(
+                pairs.split(_CHUNK_PAIRS), grads[0].split(_CHUNK_PAIRS), strict=True
+            ):
+                end.index_add_(0, part[:, at], grad * z.index_select(0, part[:, other]))
+            ends.append(end)
+        return ends[0].add_(ends[1]), None
 
 
 class StructureDecoder(nn.Module):
@@ -143,13 +163,11 @@ class CimageModel(nn.Module):
         h, z = self.encoder(x, edges, hops)
         predicted = None
         if self.factors is not None and nodes is not None and visible_K is not None:
-            predicted = self.factors(z.index_select(0, nodes), visible_K)
+            predicted = self.factors(rows_of(z, nodes), visible_K)
         logits = None if self.structure is None else self.structure(z, pairs)
         other = None
         if second is not None:
-            other = self.encoder(second.x, second.edges, second.hops).z.index_select(
-                0, second.nodes
-            )
+            other = rows_of(self.encoder(second.x, second.edges, second.hops).z, second.nodes)
         return ModelOutput(h, z, logits, predicted, other)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
+from cimage_dist.nn.optim import Adam
 from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.dinknet_model import (
     Batch,
@@ -155,7 +156,7 @@ class _Run:
         and returns k-means centres on its H, [C, D].
         """
         s = self.settings
-        optimiser = torch.optim.Adam(self.model.parameters(), lr=s.pretrain_lr)
+        optimiser = Adam(self.model.parameters(), lr=s.pretrain_lr)
         best, highest = None, -math.inf
         for number in range(s.rounds):
             self._pretrain_round(number, optimiser)
@@ -234,7 +235,7 @@ class _Run:
         s, comm = self.settings, self.comm
         centres_CD = nn.Parameter(first_CD)
         moving = [centres_CD, *self.model.parameters()] if s.tradeoff else [centres_CD]
-        optimiser = torch.optim.Adam(moving, lr=s.finetune_lr)
+        optimiser = Adam(moving, lr=s.finetune_lr)
         labels, confidence = self.assignments(centres_CD)
         best = labels, confidence
         modularity = hard_modularity(labels, self.nodes.topology, comm) + _NOISE

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
+from cimage_dist.nn.optim import Adam
 from cimage_dist.nn.propagate import gcn_smooth
 from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.kmeans import kmeans
@@ -225,7 +226,7 @@ class _Run:
     def pretrain(self) -> None:
         """Collective: the auto-encoder alone."""
         s, weights = self.settings, self.encoder.parameters()
-        optimiser = torch.optim.Adam(weights, lr=s.pretrain_lr, weight_decay=s.pretrain_decay)
+        optimiser = Adam(weights, lr=s.pretrain_lr, weight_decay=s.pretrain_decay)
         for epoch in range(s.pretrain_epochs):
             loss = step_on(self.reconstruction(self.embed(), epoch), optimiser, self.comm, "R-DGAE")
             self.tick(epoch + 1, s.pretrain_epochs, {"loss": loss}, "R-DGAE pre-training")
@@ -237,7 +238,7 @@ class _Run:
         s, comm = self.settings, self.comm
         centres_CD = nn.Parameter(self._first_centres(num_clusters))
         weights = [*self.encoder.parameters(), centres_CD]
-        optimiser = torch.optim.Adam(weights, lr=s.cluster_lr, weight_decay=s.cluster_decay)
+        optimiser = Adam(weights, lr=s.cluster_lr, weight_decay=s.cluster_decay)
         schedule = torch.optim.lr_scheduler.StepLR(optimiser, step_size=10, gamma=0.9)
         none = torch.zeros(self.target.num_nodes, dtype=torch.bool, device=centres_CD.device)
         trusted = TrustedNodes(none, s.beta1, s.beta2)

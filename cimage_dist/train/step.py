@@ -30,7 +30,7 @@ from cimage_dist.losses import (
     structure_loss,
     target_factors,
 )
-from cimage_dist.nn.model import ModelOutput
+from cimage_dist.nn.model import ModelOutput, rows_of
 from cimage_dist.nn.projection import drop_columns, placed
 from cimage_dist.sampling.hidden import MaskedGraph, PathMasker, most_masked
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
@@ -208,7 +208,7 @@ def loss_terms(
             batch.global_neg, 1
         )
     if out.predicted is not None and context is not None:
-        own, predicted = out.z.index_select(0, batch.nodes), out.predicted.to(out.z.dtype)
+        own, predicted = rows_of(out.z, batch.nodes), out.predicted.to(out.z.dtype)
         recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight)
         terms["factor"] = recon.total / max(batch.global_nodes, 1)
     if cfg.loss.cluster_weight != 0:
@@ -217,7 +217,7 @@ def loss_terms(
         terms["redundancy"] = _redundancy_share(out, batch, cfg, comm)
     if cfg.loss.extra:
         seen = registry.LossInputs(
-            out.z.index_select(0, batch.nodes),
+            rows_of(out.z, batch.nodes),
             out.second,
             batch.node_gids,
             batch.node_weight,
@@ -231,7 +231,7 @@ def loss_terms(
 def _redundancy_share(out: ModelOutput, batch: Batch, cfg: Config, comm: Comm) -> Tensor:
     """Over all nodes, or over the endpoints of the positives, each as often as it is one."""
     assert out.second is not None
-    za, zb = out.z.index_select(0, batch.nodes).flatten(1), out.second.flatten(1)
+    za, zb = rows_of(out.z, batch.nodes).flatten(1), out.second.flatten(1)
     mu = cfg.loss.redundancy_decorrelation
     return redundancy_loss(za, zb, mu=mu, weight=batch.node_weight, comm=comm)
 

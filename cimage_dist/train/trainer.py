@@ -21,6 +21,7 @@ from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.nn.model import build_model, needs_moments, norm_kind
+from cimage_dist.nn.optim import Adam
 from cimage_dist.nn.projection import BatchNorm, compact, placed, settle
 from cimage_dist.train.refresh import (
     Embedder,
@@ -112,7 +113,7 @@ class Trainer:
                 self.model, process_group=comm.group, **_UNSHARED_BUFFERS
             )
         optim = cfg.optim
-        self.optimizer = torch.optim.Adam(
+        self.optimizer = Adam(
             self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True
         )
         per_epoch, passes = self.batches.steps_per_epoch, optim.schedule_epochs

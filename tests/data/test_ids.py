@@ -382,7 +382,7 @@ MISTAKES: dict[str, tuple[dict[str, object], dict[str, str], list[str]]] = {
     "weights that are no numbers": (
         {"edges__csv": "u,v,w\nann,bob,heavy\n"}, {"weight": "w"}, ["finite numbers"]
     ),
-    "semicolons": ({"edges__csv": "a;b\nann;bob\n"}, {}, ["two columns", "';'"]),
+    "semicolons": ({"edges__csv": "a;b\nann;bob\n"}, {}, ["separated by commas", "';'"]),
     "hash tags": ({"edges__csv": "#ai,#ml\nann,bob\n"}, {}, ["begins with #", "comment"]),
     "ragged": ({"edges__csv": "u,v\nann,bob\nann,bob,cat\n"}, {}, ["line 3 has 3 cells"]),
 }  # fmt: skip

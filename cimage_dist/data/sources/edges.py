@@ -77,8 +77,14 @@ def open_edges(path: Path, data: DataConfig, nodes: NodeIds | None) -> EdgeFile:
             "table, or a scipy sparse adjacency."
         )
     if pairs.ndim != 2 or 2 not in pairs.shape:
+        is_square = pairs.ndim == 2 and pairs.shape[0] == pairs.shape[1]
+        hint = (
+            " For an adjacency matrix give edges.npz, written by scipy.sparse.save_npz."
+            if is_square
+            else ""
+        )
         raise UserError(
-            f"{path}: edges must be an array [E, 2] or [2, E]; it has shape {pairs.shape}."
+            f"{path}: edges must be an array [E, 2] or [2, E]; it has shape {pairs.shape}.{hint}"
         )
     src, dst = (pairs[:, 0], pairs[:, 1]) if pairs.shape[1] == 2 else (pairs[0], pairs[1])
     return EdgeFile(path, lambda _: (list(pair) for pair in edge_chunks(src, dst)))
@@ -92,6 +98,11 @@ def _adjacency(path: Path, keep: bool) -> EdgeFile:
             f"{matrix.shape[0]:,} x {matrix.shape[1]:,}. For other graphs give an edge list."
         )
     entries = matrix.tocoo()
+    if entries.data.dtype.kind not in "iufb" or not np.isfinite(entries.data).all():
+        raise UserError(
+            f"{path}: the entries of an adjacency matrix must be finite numbers. Replace or remove "
+            "other values."
+        )
     present = entries.data != 0
     columns = [entries.row[present], entries.col[present], *([entries.data[present]] * keep)]
 
@@ -135,7 +146,18 @@ def _named(table: tables.Table, data: DataConfig, key: str) -> int:
 def _ends(table: tables.Table, data: DataConfig) -> list[int]:
     """Positions of the two ends: by data.columns, by usual names, or because there are only two."""
     if "source" in data.columns or "target" in data.columns:
-        return [_named(table, data, key) for key in ("source", "target")]
+        if absent := {"source", "target"} - set(data.columns):
+            raise UserError(
+                f"data.columns names one end of an edge only; name the other too: "
+                f"data.columns.{absent.pop()}=.... {table.path}: {table.describe()}."
+            )
+        ends = [_named(table, data, key) for key in ("source", "target")]
+        if ends[0] == ends[1]:
+            raise UserError(
+                f"data.columns.source and data.columns.target name the same column of "
+                f"{table.path}, {table.label_of(ends[0])!r}. {table.describe()}."
+            )
+        return ends
     for pair in tables.ENDS:
         found = [table.find([name]) for name in pair]
         if None not in found:
@@ -144,11 +166,9 @@ def _ends(table: tables.Table, data: DataConfig) -> list[int]:
     if len(columns) == 2:
         return columns
     if len(columns) < 2:
-        other = next((mark for mark in ";\t|" if mark in table.lines[0][0]), None)
-        hint = f" Cells must be separated by commas, not {other!r}." if other else ""
         raise UserError(
             f"{table.path}: an edge needs two columns (source and target node id); found "
-            f"{len(columns)}.{hint}"
+            f"{len(columns)}. {table.describe()}."
         )
     names = [table.label_of(j).removeprefix("column ") for j in columns]
     raise UserError(

@@ -48,6 +48,7 @@ KINDS = {
     "splits": ("npz", "json", *tables.TEXT, "parquet"),
     "ids": (*tables.TEXT, "parquet", "npy"),
 }
+_SHOWN_FILES = 8
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 
@@ -71,10 +72,19 @@ def find_files(path: Path) -> dict[str, Path]:
             )
         if here:
             found[role] = here[0]
+        elif named:
+            raise UserError(
+                f"{named[0]} is of a kind this program does not read; {role} are read from "
+                f"{', '.join(f'{role}.{kind}' for kind in kinds)} (text also as .gz)."
+            )
     if "edges" not in found:
+        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        more = "" if len(others) <= _SHOWN_FILES else f" and {len(others) - _SHOWN_FILES} more"
         raise UserError(
             f"{folder} has no edges file; expected one of "
-            f"{', '.join(f'edges.{kind}' for kind in KINDS['edges'])}."
+            f"{', '.join(f'edges.{kind}' for kind in KINDS['edges'])}. It holds "
+            f"{', '.join(others[:_SHOWN_FILES]) or 'nothing'}{more}; rename the edge list, or give "
+            "it as data.path."
         )
     if tables.kind_of(found["edges"]) not in KINDS["edges"]:
         raise UserError(
@@ -110,10 +120,14 @@ def _ids_of(table: tables.Table, column: int, blank: bool = False) -> Any:
 def read_ids_file(path: Path, data: DataConfig, num_nodes: int | None) -> Any:
     """The id of each row, an arrow array: the id column, or the only one."""
     if tables.kind_of(path) == "npy":
-        return read_ids(np.asarray(tables.load_npy(path)), str(path))
+        ids = np.asarray(tables.load_npy(path))
+        if ids.ndim != 1:
+            raise UserError(f"{path} must have one id for each row; it has shape {ids.shape}.")
+        return read_ids(ids, str(path))
 
     def decide(plain: tables.Table) -> bool | None:
-        return False if num_nodes == plain.num_rows() else None
+        # One line more than rows is a header or a mistake; other numbers are reported later.
+        return None if num_nodes is None or num_nodes == plain.num_rows() - 1 else False
 
     table = tables.open_table(path, "ids", data.header, tables.ID_NAMES, decide)
     column = 0 if table.width == 1 else _id_column(table, data)
@@ -191,6 +205,10 @@ def read_values(
             f"{table.describe()}."
         )
     if table.width == 1:
+        if column is not None and table.names and table.find(tables.ID_NAMES) == 0:
+            raise UserError(
+                f"{path} has an id column and no {role.removesuffix('s')}. {table.describe()}."
+            )
         column, value = None, 0
     elif table.width == 2:
         column = (0 if value != 0 else 1) if column is None else column
@@ -267,6 +285,12 @@ def _splits(
     masks, rest = {}, (num_nodes, nodes, is_ordered)
     for name, values in given.items():
         masks[_SPLIT_WORDS[name]] = _as_mask(values, *rest, f"{name} split of {path}")
+    for name in ("train", "test"):
+        if not masks.get(name, np.zeros(1)).any():
+            raise UserError(
+                f"{path}: no node is in {name}. Give train and test nodes (val is optional), or "
+                "leave the file out and let data.split draw."
+            )
     return masks
 
 

@@ -166,10 +166,50 @@ def readable(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.") from None
     except _BROKEN as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(
-            f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); "
-            "it is truncated, damaged or not the format its name says. Replace it."
+            f"{path} cannot be read ({_known_content(path) or reason}); it is truncated, damaged "
+            "or not the format its name says. Replace it."
         ) from None
+
+
+# How files begin that are often found under another name.
+_BEGINNINGS = (
+    (b"\x1f\x8b", ".gz", "it is compressed by gzip: add .gz to its name"),
+    (b"PK\x03\x04", ".npz", "it is a zip archive or a spreadsheet, not text: save it as csv"),
+    (b"\xff\xfe", "", "its text is UTF-16: save it as UTF-8"),
+    (b"\xfe\xff", "", "its text is UTF-16: save it as UTF-8"),
+    (b"version https://git-lfs", "", "it is a pointer of Git LFS: run git lfs pull"),
+    (b"<!DOCTYPE", "", "it is a web page"),
+    (b"<html", "", "it is a web page"),
+    (b"PAR1", ".parquet", "it is a parquet file: name it .parquet"),
+    (b"\x93NUMPY", ".npy", "it is an array of numpy: name it .npy"),
+)
+
+
+def _known_content(path: Path) -> str | None:
+    """What the file is instead of what its name says, where its first bytes show it."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(4096)
+    except OSError:
+        return None
+    for beginning, ending, what in _BEGINNINGS:
+        if first.startswith(beginning) and not (ending and path.name.endswith(ending)):
+            return what
+    if path.name.endswith((".csv", ".tsv", ".txt")):
+        try:
+            first.decode("utf-8", "strict")
+        except UnicodeDecodeError as error:
+            if error.start < len(first) - 3:  # else a character is cut in two
+                return f"byte {error.start:,} is no UTF-8 text: save it as UTF-8"
+    return None
+
+
+def check_text(path: Path) -> None:
+    """Refuse a text table that is known to be something else, before its cells are looked at."""
+    if found := _known_content(path):
+        raise UserError(f"{path} cannot be read as a table: {found}.")
 
 
 @contextmanager
@@ -207,7 +247,10 @@ def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _no_member(path: Path, key: str, names: list[str]) -> UserError:
-    return UserError(f"{path} has no array {key!r}; it holds {', '.join(names) or 'nothing'}.")
+    return UserError(
+        f"{path} has no array {key!r}; it holds {', '.join(names) or 'nothing'}. Save the array "
+        f"under that name: np.savez(file, {key}=...)."
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cimage_dist.data.checks import Array
-from cimage_dist.data.sources.raw import readable, row_chunks
+from cimage_dist.data.sources.raw import check_text, readable, row_chunks
 from cimage_dist.errors import UserError
 
 Lines = Sequence[Sequence[str]]
@@ -100,7 +100,7 @@ def readable_table(path: Path) -> Iterator[None]:
         try:
             yield
         except EmptyDataError:
-            raise UserError(f"{path} is empty.") from None
+            raise UserError(f"{path} is empty: it has no rows.") from None
         except (ParserError, ArrowException) as error:
             raise UserError(
                 f"{path} cannot be read as {kind_of(path)} ({' '.join(str(error).split())}). "
@@ -209,10 +209,16 @@ def open_table(
         with readable_table(path), pq.ParquetFile(path) as file:
             names = tuple(file.schema_arrow.names)
         return Table(path, len(names), names, [])
+    check_text(path)
     skip, lines = _first_lines(path)
     if not lines:
         raise UserError(f"{path} is empty.")
     width = len(lines[0])
+    if width == 1 and (other := _other_separator(path, lines)):
+        raise UserError(
+            f"{path}: cells must be separated by {'tabs' if kind_of(path) == 'tsv' else 'commas'}, "
+            f"not {other!r}. First lines: {show(lines)}."
+        )
     for number, line in enumerate(lines):
         if len(line) != width:
             raise UserError(
@@ -228,6 +234,12 @@ def open_table(
     if is_named is None:
         raise doubt(path, lines, role)
     return Table(path, width, tuple(lines[0]), lines, skip + 1) if is_named else plain
+
+
+def _other_separator(path: Path, lines: Lines) -> str | None:
+    """What separates the cells of a table that seems to have one column, if it is in each line."""
+    marks = () if kind_of(path) == "txt" else (";", "\t", "|", ",")
+    return next((mark for mark in marks if all(mark in line[0] for line in lines)), None)
 
 
 def _first_lines(path: Path) -> tuple[int, list[list[str]]]:
@@ -286,6 +298,8 @@ def numbers(columns: Sequence[Any], table: Table, positions: Sequence[int]) -> A
         column = values.to_numpy(zero_copy_only=False) if is_arrow else values.to_numpy()
         if column.dtype.kind not in "iufb":
             try:
+                if column.dtype.kind in "mM":
+                    raise TypeError("dates and times")
                 column = column.astype(np.float64)
             except (ValueError, TypeError) as error:
                 raise UserError(
