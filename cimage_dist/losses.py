@@ -61,9 +61,9 @@ class _Cosine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-        rows = [(x * mask).flatten(1) for x in (a, b)]
-        cosine = F.cosine_similarity(*rows, dim=-1, eps=_COSINE_EPS)
-        lengths = [torch.linalg.vector_norm(x, dim=1).clamp(min=_COSINE_EPS) for x in rows]
+        one, other = ((x * mask).flatten(1) for x in (a, b))
+        cosine = F.cosine_similarity(one, other, dim=-1, eps=_COSINE_EPS)
+        lengths = [torch.linalg.vector_norm(x, dim=1).clamp(min=_COSINE_EPS) for x in (one, other)]
         ctx.save_for_backward(a, b, mask, cosine, *lengths)
         return cosine
 
