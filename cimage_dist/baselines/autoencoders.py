@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import ARGA, GAE, GCNConv, InnerProductDecoder
+from torch_geometric.nn import ARGA, GAE, InnerProductDecoder
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import GCN, minimise, prepared, propagation
+from cimage_dist.baselines.encoders import GCN, Convolution, minimise, prepared, propagation_of
+from cimage_dist.baselines.sparse import Features, Sparse, compact
 
 Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -30,10 +31,10 @@ class VariationalEncoder(nn.Module):
     def __init__(self, num_features: int, hidden: int, width: int) -> None:
         super().__init__()
         self.shared = GCN([num_features, hidden], nn.ReLU, last=True)
-        self.mean = GCNConv(hidden, width, normalize=False)
-        self.logstd = GCNConv(hidden, width, normalize=False)
+        self.mean = Convolution(hidden, width)
+        self.logstd = Convolution(hidden, width)
 
-    def forward(self, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Features, p: Sparse) -> tuple[Tensor, Tensor]:
         h = self.shared(x, p)
         return self.mean(h, p), self.logstd(h, p)
 
@@ -91,9 +92,9 @@ def fit_autoencoder(
     step: Step,
 ) -> Fitted:
     """`make` builds the encoder of `kind`; the embedding is z, of a variational method mu."""
-    x = prepared(graph.x, settings["normalize"])
+    x = compact(prepared(graph.x, settings["normalize"]))
     n, edges = graph.num_nodes, graph.edge_index
-    p, keys = propagation(edges, n, x.dtype), edge_keys(edges, n)
+    p, keys = propagation_of(edges, n, x.dtype), edge_keys(edges, n)
     sizes = (x.shape[1], settings["hidden"], settings["width"])
     is_adversarial = issubclass(kind, ARGA)
     if is_adversarial:
