@@ -44,7 +44,10 @@ class Attention(nn.Module):
             torch.bmm(by_head, vector.view(self.heads, -1, 1)).squeeze(2).t()
             for vector in (self.att_src, self.att_dst)
         )
-        logits = F.leaky_relu(sent[links.column] + received[links.row], SLOPE)  # [E, heads]
+        # index_select, unlike [...], has a fast gradient; [E, heads].
+        logits = F.leaky_relu(
+            sent.index_select(0, links.column) + received.index_select(0, links.row), SLOPE
+        )
         share = softmax(logits, ptr=links.begins.long())
         share = F.dropout(share, self.dropout, self.training)
         outs = [links.times(a, one) for a, one in zip(share.t(), by_head, strict=True)]

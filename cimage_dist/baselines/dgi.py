@@ -38,7 +38,7 @@ def loss(model: DeepGraphInfomax, x: Features, p: Sparse) -> Tensor:
     conv, act = model.encoder.layers[0], model.encoder.acts[0]
     h = projected(x, conv.lin.weight)
     order = torch.randperm(h.shape[0], device=h.device)
-    real, fake = (act(conv.spread(rows, p)) for rows in (h, h[order]))
+    real, fake = (act(conv.spread(rows, p)) for rows in (h, h.index_select(0, order)))
     return model.loss(real, fake, readout(real))
 
 

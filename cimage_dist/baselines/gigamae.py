@@ -191,7 +191,8 @@ def loss(
         rebuilt = head(z)
         for kind, member in zip(SETS, members, strict=True):
             if weights[kind][name]:
-                part = contrast(target[member], rebuilt[member], temperature)
+                rows = member.nonzero().squeeze(1)
+                part = contrast(target[rows], rebuilt.index_select(0, rows), temperature)
                 total = total + weights[kind][name] * part
     return total
 

@@ -81,7 +81,7 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
         h, g = (corrupted(model, x, links, *rates) for rates in drops)
         if 0 < batch < n:
             rows = torch.randperm(n, device=x.device)[:batch]
-            h, g = h[rows], g[rows]
+            h, g = h.index_select(0, rows), g.index_select(0, rows)
         return loss(model.head(h), model.head(g), settings["tau"], settings["block"])
 
     model = Model(x.shape[1], settings["width"], settings["activation"]).to(x.device)

@@ -96,10 +96,11 @@ class Autoencoder(nn.Module):
         is_masked = torch.zeros(h.shape[0], dtype=torch.bool, device=h.device)
         is_masked[masked] = True
         kept = (~is_masked).nonzero().squeeze(1)
-        bridged = F.dropout(self.bridge(h[kept]), self.dropout, self.training)
+        bridged = F.dropout(self.bridge(h.index_select(0, kept)), self.dropout, self.training)
         weighted = projected(bridged, self.decoder.lin.weight)
         weighted = weighted.new_zeros(h.shape[0], weighted.shape[1]).index_copy(0, kept, weighted)
-        return self.decoder.attend(weighted, links.only(is_masked[links.row]))[masked]
+        rebuilt = self.decoder.attend(weighted, links.only(is_masked[links.row]))
+        return rebuilt.index_select(0, masked)
 
 
 class Model(Autoencoder):

@@ -98,8 +98,12 @@ def loss(
     """L of a sampled subgraph: its rows of X W_P and X W_S [n, width], p and s [n, n]; `order` [n]
     is that of the rows in h~. X W is shuffled instead of X, which saves a product.
     """
-    near, near_fake = (model.near(rows, p) for rows in (projections[0], projections[0][order]))
-    far, far_fake = (model.far(rows, s) for rows in (projections[1], projections[1][order]))
+    near, near_fake = (
+        model.near(rows, p) for rows in (projections[0], projections[0].index_select(0, order))
+    )
+    far, far_fake = (
+        model.far(rows, s) for rows in (projections[1], projections[1].index_select(0, order))
+    )
     from_near, from_far = (model.bilinear @ readout(h) for h in (near, far))
     yes = torch.cat([near @ from_far, far @ from_near]) + model.bias
     no = torch.cat([near_fake @ from_far, far_fake @ from_near]) + model.bias
@@ -131,7 +135,13 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
         nodes = torch.randperm(n, device=x.device)[:size].sort().values
         far_view = within(s, nodes) if isinstance(s, Sparse) else s[nodes.unsqueeze(1), nodes]
         order = torch.randperm(size, device=x.device)
-        return loss(model, (near[nodes], far[nodes]), within(p, nodes), far_view, order)
+        return loss(
+            model,
+            tuple(h.index_select(0, nodes) for h in (near, far)),
+            within(p, nodes),
+            far_view,
+            order,
+        )
 
     def objective() -> Tensor:
         projections = model.project(x)
