@@ -180,7 +180,10 @@ def average_ranks(
 def _cost(
     found: Mapping[str, Mapping[str, Sequence[Result]]], begun: Sequence[str], rows: Sequence[str]
 ) -> list[str]:
-    lines = [f"| CPU seconds of training, peak GB | {' | '.join(begun)} |", "|---|" + "---|" * len(begun)]
+    lines = [
+        f"| CPU seconds of training, peak GB | {' | '.join(begun)} |",
+        "|---|" + "---|" * len(begun),
+    ]
     for name in rows:
         cells = []
         for dataset in begun:
