@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import adam, minimise, prepared
@@ -36,8 +35,8 @@ from cimage_dist.baselines.graphmae2 import (
     Autoencoder,
     cosine_decay,
     scaled_cosine_error,
-    with_rows,
 )
+from cimage_dist.baselines.sparse import Features, Pattern, compact, scaled_rows
 
 WHOLE = 25_000  # up to this many nodes U runs over all pairs, beyond it over pairs within parts
 PART = 10_000  # nodes of a part, as in the authors' program
@@ -57,9 +56,9 @@ class MaskNet(nn.Module):
         self.encoder = AttentionEncoder(num_features, settings)
         self.out = nn.Linear(settings["hidden"], 2)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Features, links: Pattern) -> Tensor:
         """k [N], zeros and ones with the gradient of the Gumbel softmax."""
-        return F.gumbel_softmax(self.out(self.encoder(x, edge_index)), hard=True)[:, 1]
+        return F.gumbel_softmax(self.out(self.encoder(x, links)), hard=True)[:, 1]
 
 
 @dataclass(frozen=True)
@@ -92,32 +91,51 @@ def draw(keep: Tensor, share: float, mask_rate: float, replace_rate: float) -> D
 
 
 def reconstruction(
-    model: Model, x: Tensor, edge_index: Tensor, keep: Tensor, drawn: Draw, power: float
+    model: Model,
+    x: Tensor,
+    compact_x: Features,
+    links: Pattern,
+    keep: Tensor,
+    drawn: Draw,
+    power: float,
 ) -> tuple[Tensor, Tensor]:
-    """(scaled cosine error over V, h [N, D]) for k = keep [N]."""
+    """(scaled cosine error over V, h [N, D]) for k = keep [N]; compact_x is x as `compact` stores
+    it.
+    """
     spared = torch.zeros_like(keep, dtype=torch.bool)
     spared[drawn.spared] = True
-    masked_x = with_rows(x * keep.masked_fill(spared, 1.0)[:, None], drawn.token, model.token)
-    masked_x = masked_x.index_copy(0, drawn.noise, x[drawn.noise_from])
-    h = model.encoder(masked_x, edge_index)
-    masked = drawn.masked
-    bridged = model.bridge(h)
-    rows = with_rows(bridged, masked, torch.zeros_like(bridged[:1]))
-    rebuilt = model.decode(rows, edge_index)
-    return scaled_cosine_error(rebuilt[masked], x[masked], power), h
+    seen, masked = scaled_rows(compact_x, keep.masked_fill(spared, 1.0)), drawn.masked
+    content = torch.cat([model.token.expand(drawn.token.numel(), -1), x[drawn.noise_from]])
+    h = model.encoder(seen, links, masked, content)
+    rebuilt = model.decode_hidden(h, links, masked)
+    return scaled_cosine_error(rebuilt, x[masked], power), h
+
+
+class _LogMeanExp(torch.autograd.Function):
+    """log mean_{u,v} exp(2 t (f_u . f_v - 1)) for unit rows f [N, D].
+
+    Its gradient 4 t sum_v e_uv f_v / sum(e) is made along with the value, a block of rows at a
+    time: no N x N is held, and nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unit: Tensor, t: float) -> Tensor:
+        total, slopes = unit.new_zeros(()), []
+        for rows in unit.split(ROWS):
+            table = torch.addmm(unit.new_full((), -2 * t), rows, unit.t(), alpha=2 * t).exp_()
+            total += table.sum()
+            slopes.append(table @ unit)
+        ctx.save_for_backward(torch.cat(slopes).mul_(4 * t / total))
+        return (total / unit.shape[0] ** 2).log()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * slopes[0], None
 
 
 def uniformity(features: Tensor, t: float) -> Tensor:
-    """U(f; t), features [N, D]. A block of rows at a time, made again for the gradient, so that no
-    N x N is held.
-    """
-    unit = F.normalize(features, dim=1)
-
-    def block_sum(rows: Tensor) -> Tensor:
-        return (2 * t * (rows @ unit.t() - 1)).exp().sum()
-
-    blocks = [checkpoint(block_sum, rows, use_reentrant=False) for rows in unit.split(ROWS)]
-    return (torch.stack(blocks).sum() / unit.shape[0] ** 2).log()
+    """U(f; t), features [N, D]."""
+    return _LogMeanExp.apply(F.normalize(features, dim=1), t)
 
 
 def loss(error: Tensor, spread: Tensor, t: float) -> Tensor:
@@ -143,7 +161,8 @@ def adversarial_share(progress: float, first: float, last: float, gamma: float) 
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    x, edges = prepared(graph.x, settings["normalize"]), graph.edge_index
+    x = prepared(graph.x, settings["normalize"])
+    compact_x, links = compact(x), Pattern.of_edges(graph.edge_index, graph.num_nodes)
     model = Model(x.shape[1], settings).to(x.device)
     mask_net = MaskNet(x.shape[1], settings).to(x.device)
     mask_optimizer = adam(mask_net, {**settings, "lr": settings["mask_lr"]})
@@ -155,11 +174,11 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
 
     def error_of(keep: Tensor, share: float) -> tuple[Tensor, Tensor]:
         drawn = draw(keep, share, settings["mask_rate"], settings["replace_rate"])
-        return reconstruction(model, x, edges, keep, drawn, settings["power"])
+        return reconstruction(model, x, compact_x, links, keep, drawn, settings["power"])
 
     def objective() -> Tensor:
         """A step of the mask network; then the loss of the model."""
-        share, keep = next(shares), mask_net(x, edges)
+        share, keep = next(shares), mask_net(compact_x, links)
         value = mask_loss(error_of(keep, share)[0], keep, settings["beta"])
         slopes = torch.autograd.grad(value, mask_parameters)
         for parameter, slope in zip(mask_parameters, slopes, strict=True):
@@ -167,10 +186,10 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
         mask_optimizer.step()
 
         with torch.no_grad():
-            keep = mask_net(x, edges)
+            keep = mask_net(compact_x, links)
         error, h = error_of(keep, share)
         return loss(error, F.relu(model.spread(h)), settings["uniformity"] * (1 - share))
 
     minimise(model, objective, settings, step, cosine_decay(settings["epochs"]))
     with torch.no_grad():
-        return Fitted(model.encoder(x, edges))
+        return Fitted(model.encoder(compact_x, links))

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import prepared, propagation
+from cimage_dist.baselines.encoders import prepared, propagation, propagation_of
 from cimage_dist.baselines.maskgae import MLP, Encoder, link_scorer, pair_logits, topology_of, train
+from cimage_dist.baselines.sparse import Features, Pattern, Sparse, compact
 from cimage_dist.config import MaskConfig
 from cimage_dist.sampling.hidden import PathMasker
 
@@ -43,6 +44,18 @@ def bandwidths(noise: Tensor, target: Tensor, num_nodes: int, temperature: float
     return softmax(noise / temperature, target, num_nodes=num_nodes)
 
 
+def edges_of(links: Pattern) -> tuple[Tensor, Tensor]:
+    """(edges [2, E], where they are among the entries of `links`, bool): all but the loops."""
+    is_edge = links.row != links.column
+    return torch.stack([links.column, links.row])[:, is_edge], is_edge
+
+
+def narrowed(links: Pattern, is_edge: Tensor, width: Tensor) -> Sparse:
+    """P(M) for the widths [E] of the edges; loops keep 1."""
+    weight = torch.ones(is_edge.shape[0], dtype=width.dtype, device=width.device)
+    return propagation(links, weight.masked_scatter(is_edge, width))
+
+
 def layer_loss(positive: Tensor, negative: Tensor, width: Tensor) -> Tensor:
     """The bracket of L: logits of edges [P, 2] and of non-edges [Q, 2], widths of edges [P]."""
     predicted = -(width * positive.log_softmax(1)[:, 0]).mean()
@@ -50,15 +63,13 @@ def layer_loss(positive: Tensor, negative: Tensor, width: Tensor) -> Tensor:
 
 
 def loss(
-    model: Model,
-    x: Tensor,
-    edge_index: Tensor,
-    widths: list[Tensor],
-    batch: Tensor,
-    negative: Tensor,
+    model: Model, x: Features, links: Pattern, widths: list[Tensor], batch: Tensor, negative: Tensor
 ) -> Tensor:
-    """L of one batch: widths [E] per layer, `batch` int64 [P] into the edges, `negative` [2, Q]."""
-    adjacencies = [propagation(edge_index, x.shape[0], x.dtype, width) for width in widths]
+    """L of one batch: widths [E] per layer, `batch` int64 [P] into the edges (`edges_of`),
+    `negative` [2, Q].
+    """
+    edge_index, is_edge = edges_of(links)
+    adjacencies = [narrowed(links, is_edge, width) for width in widths]
     parts = []
     for h, width in zip(model.encoder(x, adjacencies), widths, strict=True):
         ends = (edge_index[:, batch], negative)
@@ -76,8 +87,10 @@ def pair_score(how: str, decoder: nn.Module, z: Tensor, pairs: Tensor) -> Tensor
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    x = prepared(graph.x, settings["normalize"])
-    edges, num_nodes, num_edges = graph.edge_index, graph.num_nodes, graph.edge_index.shape[1]
+    x = compact(prepared(graph.x, settings["normalize"]))
+    num_nodes, num_edges = graph.num_nodes, graph.edge_index.shape[1]
+    links = Pattern.of_edges(graph.edge_index, num_nodes)
+    edges, _ = edges_of(links)
     model = Model(x.shape[1], settings).to(x.device)
     sampler = PathMasker(topology_of(graph), MaskConfig(), seed)  # for its non-edges alone
     layers, size = settings["layers"], settings["batch_edges"]
@@ -91,10 +104,10 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
         order = torch.randperm(num_edges, device=x.device)
         for batch, others in zip(order.split(size), negative.split(size, dim=1), strict=True):
             widths = [drawn() for _ in range(layers)]
-            yield loss(model, x, edges, widths, batch, others)
+            yield loss(model, x, links, widths, batch, others)
 
     train(model, batches, settings, step)
     with torch.no_grad():
-        outputs = model.encoder(x, [propagation(edges, num_nodes, x.dtype)] * layers)
+        outputs = model.encoder(x, [propagation_of(edges, num_nodes, x.dtype)] * layers)
     score = partial(pair_score, settings["link_score"], model.decoder, outputs[-1])
     return Fitted(torch.cat(outputs, 1), link_scorer(score, x.device))

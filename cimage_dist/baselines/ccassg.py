@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import GCN, corrupted, minimise, prepared, propagation
+from cimage_dist.baselines.encoders import GCN, corrupted, minimise, prepared, propagation_of
+from cimage_dist.baselines.sparse import Pattern, compact
 
 
 def standardised(z: Tensor) -> Tensor:
@@ -38,16 +39,17 @@ def loss(a: Tensor, b: Tensor, weight: float) -> Tensor:
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    x = prepared(graph.x, settings["normalize"])
+    x = compact(prepared(graph.x, settings["normalize"]))
     n, edges = graph.num_nodes, graph.edge_index
+    links = Pattern.of_edges(edges, n)
     widths = [x.shape[1]] + [settings["width"]] * settings["layers"]
     rates = (settings["edge_drop"], settings["feature_drop"])
     encoder = GCN(widths, nn.ReLU, last=False).to(x.device)
 
     def objective() -> Tensor:
-        a, b = (corrupted(encoder, x, edges, *rates) for _ in range(2))
+        a, b = (corrupted(encoder, x, links, *rates) for _ in range(2))
         return loss(a, b, settings["decorrelation"])
 
     minimise(encoder, objective, settings, step)
     with torch.no_grad():
-        return Fitted(encoder(x, propagation(edges, n, x.dtype)))
+        return Fitted(encoder(x, propagation_of(edges, n, x.dtype)))

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout
-from torch_geometric.nn import GCNConv
+from torch.nn.functional import cross_entropy
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import prepared, propagation
+from cimage_dist.baselines.encoders import Convolution, prepared, propagation_of
+from cimage_dist.baselines.sparse import Features, Sparse, compact, dropout
 from cimage_dist.nn.optim import Adam
 
 
@@ -29,11 +29,11 @@ class Model(nn.Module):
 
     def __init__(self, num_features: int, hidden: int, classes: int, rate: float) -> None:
         super().__init__()
-        self.first = GCNConv(num_features, hidden, normalize=False)
-        self.second = GCNConv(hidden, classes, normalize=False)
+        self.first = Convolution(num_features, hidden)
+        self.second = Convolution(hidden, classes)
         self.rate = rate
 
-    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+    def forward(self, x: Features, p: Sparse) -> Tensor:
         h = self.first(dropout(x, self.rate, self.training), p).relu()
         return self.second(dropout(h, self.rate, self.training), p)
 
@@ -52,8 +52,8 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
     assert y is not None and train is not None
     train = train & (y >= 0)
     rows = None if val is None or not bool((val & (y >= 0)).any()) else val & (y >= 0)
-    x = prepared(graph.x, settings["normalize"])
-    p = propagation(graph.edge_index, graph.num_nodes, x.dtype)
+    x = compact(prepared(graph.x, settings["normalize"]))
+    p = propagation_of(graph.edge_index, graph.num_nodes, x.dtype)
     epochs, best, score, since = settings["epochs"], {}, (-1.0, 0.0), 0
     sizes = (x.shape[1], settings["hidden"], int(y.max()) + 1)
     model = Model(*sizes, settings["dropout"]).to(x.device)
@@ -83,7 +83,9 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
         return Fitted(model(x, p))
 
 
-def _validation(model: Model, x: Tensor, p: Tensor, y: Tensor, rows: Tensor) -> tuple[float, float]:
+def _validation(
+    model: Model, x: Features, p: Sparse, y: Tensor, rows: Tensor
+) -> tuple[float, float]:
     """(accuracy, -loss) on `rows`, without dropout: larger is better."""
     model.eval()
     with torch.no_grad():

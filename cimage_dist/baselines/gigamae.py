@@ -31,11 +31,11 @@ from scipy import sparse
 from scipy.sparse.linalg import svds
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from torch_geometric.nn import GATConv
 
 from cimage_dist.baselines import Fitted, Graph, Step
+from cimage_dist.baselines.attention import Attention
 from cimage_dist.baselines.encoders import minimise, prepared
+from cimage_dist.baselines.sparse import Features, Pattern, compact, dropout, scaled_rows
 
 ROWS = 2048  # rows of similarities held at a time
 SETS = ("features", "edges", "both")
@@ -106,29 +106,42 @@ def content_target(x: Tensor, ratio: float) -> Tensor:
     return (left * math.sqrt(num_nodes - 1)).to(x.dtype)
 
 
-def contrast(target: Tensor, rebuilt: Tensor, temperature: float) -> Tensor:
-    """l(t, r; B) for the rows of B: target, rebuilt [n, D]; 0 for an empty set.
+class _Contrast(torch.autograd.Function):
+    """sum_i log(c_i + sum_j e_ij) - t_i.r_i / tau,  e_ij = exp((t_i.r_j - 1) / tau).
 
-    A block of rows at a time, made again for the gradient, so that no n x n is held. Targets have
-    no gradient: their sum over j != i is made once.
+    c_i = sum_{j != i} exp((t_i.t_j - 1) / tau). Rows t, r [n, D] have length 1, so e <= 1, and
+    taking 1 off cancels in the fraction of l. The gradient, (sum_i e_ij t_i / (c_i + sum_j e_ij)
+    - t_j) / tau for r_j, is made along with the value, a block of rows at a time: no n x n is
+    held, and nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, r: Tensor, t: Tensor, tau: float) -> Tensor:
+        total, slope = r.new_zeros(()), -t
+        offset = r.new_full((), -1 / tau)
+        for rows in t.split(ROWS):
+            among = torch.addmm(offset, rows, t.t(), alpha=1 / tau).exp_().sum(1)
+            among -= (((rows * rows).sum(1) - 1) / tau).exp()
+            table = torch.addmm(offset, rows, r.t(), alpha=1 / tau).exp_()
+            below = among + table.sum(1)
+            total += below.log().sum()
+            slope.addmm_(table.t(), rows / below[:, None])
+        ctx.save_for_backward(slope.div_(tau))
+        return total - ((t * r).sum() - t.shape[0]) / tau
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * slopes[0], None, None
+
+
+def contrast(target: Tensor, rebuilt: Tensor, temperature: float) -> Tensor:
+    """l(t, r; B) for the rows of B: target, rebuilt [n, D]; 0 for an empty set. Targets have no
+    gradient.
     """
     if target.shape[0] == 0:
         return rebuilt.sum()
     t, r = F.normalize(target.detach(), dim=1), F.normalize(rebuilt, dim=1)
-
-    def block_sum(first: int, rows: Tensor, constant: Tensor, others: Tensor) -> Tensor:
-        between = rows @ others.t() / temperature
-        total = torch.logaddexp(constant, between.logsumexp(1))
-        return (total - between.diagonal(first)).sum()
-
-    blocks = []
-    for first in range(0, t.shape[0], ROWS):
-        rows = t[first : first + ROWS]
-        among = rows @ t.t() / temperature
-        among.diagonal(first).fill_(-math.inf)
-        constant = among.logsumexp(1)
-        blocks.append(checkpoint(block_sum, first, rows, constant, r, use_reentrant=False))
-    return torch.stack(blocks).sum() / t.shape[0]
+    return _Contrast.apply(r, t, temperature) / t.shape[0]
 
 
 def head_of(width: int, out: int) -> nn.Sequential:
@@ -143,42 +156,43 @@ class Model(nn.Module):
         super().__init__()
         heads, out, dropout = settings["heads"], settings["out"], settings["dropout"]
         hidden = settings["hidden"]
-        self.first = GATConv(num_features, hidden, heads, dropout=dropout)
+        self.first = Attention(num_features, hidden, heads, dropout)
         self.norm = nn.BatchNorm1d(hidden * heads, momentum=0.99)  # authors': the last epoch counts
-        self.second = GATConv(hidden * heads, out, heads=1, concat=False, dropout=dropout)
+        self.second = Attention(hidden * heads, out, 1, dropout, concat=False)
         self.heads = nn.ModuleList([head_of(out, size) for size in (*sizes, sum(sizes))])
         self.dropout = dropout
 
-    def encode(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = F.dropout(x, self.dropout, self.training)
-        h = F.elu(self.norm(self.first(h, edge_index)))
+    def encode(self, x: Features, links: Pattern) -> Tensor:
+        seen = dropout(x, self.dropout, self.training)
+        h = F.elu(self.norm(self.first(seen, links)))
         h = F.dropout(h, self.dropout, self.training)
-        return F.elu(self.second(h, edge_index))
+        return F.elu(self.second(h, links))
 
 
 def loss(
     model: Model,
     targets: list[Tensor],
-    x: Tensor,
-    edge_index: Tensor,
+    x: Features,
+    links: Pattern,
     hidden_nodes: Tensor,
     hidden_edges: Tensor,
     weights: Mapping[str, Mapping[str, float]],
     temperature: float,
 ) -> Tensor:
-    """L of one draw: hidden_nodes bool [N], hidden_edges bool [E]; targets t^s, t^x, [t^s, t^x];
-    weights[set][target] are the factors a.
+    """L of one draw: hidden_nodes bool [N], hidden_edges bool, of the entries of `links`, without
+    loops; targets t^s, t^x, [t^s, t^x]; weights[set][target] are the factors a.
     """
-    z = model.encode(x.masked_fill(hidden_nodes[:, None], 0.0), edge_index[:, ~hidden_edges])
+    z = model.encode(scaled_rows(x, (~hidden_nodes).to(x.dtype)), links.only(~hidden_edges))
     lost = torch.zeros_like(hidden_nodes)
-    lost[edge_index[0, hidden_edges]] = True
+    lost[links.column[hidden_edges]] = True
     members = (hidden_nodes & ~lost, lost & ~hidden_nodes, hidden_nodes & lost)
     total = z.new_zeros(())
     for name, target, head in zip(TARGETS, targets, model.heads, strict=True):
         rebuilt = head(z)
         for kind, member in zip(SETS, members, strict=True):
             if weights[kind][name]:
-                part = contrast(target[member], rebuilt[member], temperature)
+                rows = member.nonzero().squeeze(1)
+                part = contrast(target[rows], rebuilt.index_select(0, rows), temperature)
                 total = total + weights[kind][name] * part
     return total
 
@@ -190,17 +204,19 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
     structure = structure_target(edges, num_nodes, width, hops, walks, seed)
     content = content_target(x, settings["ratio"])
     targets = [structure, content, torch.cat([structure, content], 1)]
+    compact_x, links = compact(x), Pattern.of_edges(edges, num_nodes)
+    is_edge = links.row != links.column
     model = Model(x.shape[1], [structure.shape[1], content.shape[1]], settings).to(x.device)
     weights, temperature = settings["weights"], settings["temperature"]
 
     def objective() -> Tensor:
         nodes = torch.rand(num_nodes, device=x.device) < settings["node_rate"]
-        lost = torch.rand(edges.shape[1], device=x.device) < settings["edge_rate"]
-        return loss(model, targets, x, edges, nodes, lost, weights, temperature)
+        lost = torch.rand(is_edge.shape[0], device=x.device) < settings["edge_rate"]
+        return loss(model, targets, compact_x, links, nodes, lost & is_edge, weights, temperature)
 
     def rate(epoch: int) -> float:
         return settings["lr_factor"] ** ((epoch + 1) // settings["lr_every"])
 
     minimise(model, objective, settings, step, rate)
     with torch.no_grad():
-        return Fitted(model.encode(x, edges))
+        return Fitted(model.encode(compact_x, links))

@@ -21,36 +21,41 @@ from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import GCN, corrupted, minimise, prepared, propagation
+from cimage_dist.baselines.encoders import GCN, corrupted, minimise, prepared, propagation_of
+from cimage_dist.baselines.sparse import Features, Pattern, Sparse, compact
 
 ACTIVATIONS = {"relu": nn.ReLU, "prelu": nn.PReLU}
 
 
-def block_loss(u: Tensor, v: Tensor, start: int, stop: int, tau: float) -> Tensor:
-    """Sum over i of log(sum_j e^(u_i.v_j) + sum_(j != i) e^(u_i.u_j)) - u_i.v_i.
+def exp_sums(rows: Tensor, all_rows: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """e_ij = e^((a_i.b_j - 1) / tau), summed over j and over i; a [n, D], b [N, D] of unit length.
 
-    i runs over [start, stop); products are divided by tau; u, v [N, D] have unit rows.
+    Taking 1 off keeps e below 1 and cancels in the fraction of l.
     """
-    rows = torch.arange(stop - start, device=u.device)
-    across = u[start:stop] @ v.T / tau
-    within = u[start:stop] @ u.T / tau
-    within[rows, rows + start] = -torch.inf
-    return (torch.cat([across, within], 1).logsumexp(1) - across[rows, rows + start]).sum()
+    table = torch.exp((rows @ all_rows.T - 1) / tau)
+    return table.sum(1), table.sum(0)
 
 
 def loss(u: Tensor, v: Tensor, tau: float, block: int) -> Tensor:
     """L; u, v [N, D] are the projected views, not yet scaled.
 
-    At most `block` x 2 N numbers are held: a block of rows is computed again for its gradient
-    instead of being kept.
+    The table of u_i.v_j serves both orders. At most `block` x N numbers of a table are held: where
+    there are more rows, a block of them is computed again for its gradient instead of being kept.
     """
     u, v = normalize(u, dim=1), normalize(v, dim=1)
-    n, total = u.shape[0], u.new_zeros(())
-    for start in range(0, n, block):
-        for a, b in ((u, v), (v, u)):
-            rows = (start, min(start + block, n))
-            total = total + checkpoint(block_loss, a, b, *rows, tau, use_reentrant=False)
-    return total / (2 * n)
+
+    def sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        if a.shape[0] <= block:
+            return exp_sums(a, b, tau)
+        parts = [checkpoint(exp_sums, rows, b, tau, use_reentrant=False) for rows in a.split(block)]
+        over_j, over_i = zip(*parts, strict=True)
+        return torch.cat(over_j), torch.stack(over_i).sum(0)
+
+    of_u, of_v = sums(u, v)
+    own = [torch.exp(((a * a).sum(1) - 1) / tau) for a in (u, v)]
+    below = [of_u + sums(u, u)[0] - own[0], of_v + sums(v, v)[0] - own[1]]
+    agreement = ((u * v).sum(1) - 1) / tau
+    return torch.stack([(total.log() - agreement).mean() for total in below]).mean()
 
 
 class Model(nn.Module):
@@ -61,24 +66,25 @@ class Model(nn.Module):
         self.encoder = GCN([num_features, 2 * width, width], ACTIVATIONS[activation], last=True)
         self.head = nn.Sequential(nn.Linear(width, width), nn.ELU(), nn.Linear(width, width))
 
-    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+    def forward(self, x: Features, p: Sparse) -> Tensor:
         return self.encoder(x, p)
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     """`batch` > 0 contrasts that many nodes, drawn again each epoch, instead of all N."""
-    x = prepared(graph.x, settings["normalize"])
+    x = compact(prepared(graph.x, settings["normalize"]))
     n, edges, batch = graph.num_nodes, graph.edge_index, settings["batch"]
+    links = Pattern.of_edges(edges, n)
 
     def objective() -> Tensor:
         drops = zip(settings["edge_drop"], settings["feature_drop"], strict=True)
-        h, g = (corrupted(model, x, edges, *rates) for rates in drops)
+        h, g = (corrupted(model, x, links, *rates) for rates in drops)
         if 0 < batch < n:
             rows = torch.randperm(n, device=x.device)[:batch]
-            h, g = h[rows], g[rows]
+            h, g = h.index_select(0, rows), g.index_select(0, rows)
         return loss(model.head(h), model.head(g), settings["tau"], settings["block"])
 
     model = Model(x.shape[1], settings["width"], settings["activation"]).to(x.device)
     minimise(model, objective, settings, step)
     with torch.no_grad():
-        return Fitted(model(x, propagation(edges, n, x.dtype)))
+        return Fitted(model(x, propagation_of(edges, n, x.dtype)))

@@ -20,20 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.nn import GATConv
 
 from cimage_dist.baselines import Fitted, Graph, Step
+from cimage_dist.baselines.attention import Attention
 from cimage_dist.baselines.encoders import minimise, prepared
+from cimage_dist.baselines.sparse import (
+    Features,
+    Pattern,
+    compact,
+    dropout,
+    projected,
+    projected_with_rows,
+)
 
 PROJECTOR_WIDTH = 256  # hidden width of p, fixed in the authors' program
 
 
-def attention_layer(width: int, out: int, heads: int, dropout: float) -> GATConv:
-    """Graph attention with self-loops; `heads` outputs of width `out` side by side.
-
-    Weights as the authors draw them: normal with the gain of ReLU.
+def attention_layer(width: int, out: int, heads: int, dropout: float) -> Attention:
+    """`heads` outputs of width `out`. Weights as the authors draw them: normal with the gain of
+    ReLU.
     """
-    conv = GATConv(width, out, heads, negative_slope=0.2, dropout=dropout)
+    conv = Attention(width, out, heads, dropout)
     for weight in (conv.lin.weight, conv.att_src, conv.att_dst):
         nn.init.xavier_normal_(weight, gain=math.sqrt(2))
     return conv
@@ -51,10 +58,19 @@ class AttentionEncoder(nn.Module):
         self.activations = nn.ModuleList([nn.PReLU() for _ in ins])
         self.dropout = settings["dropout"]
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv, activation in zip(self.convs, self.activations, strict=True):
-            x = activation(conv(F.dropout(x, self.dropout, self.training), edge_index))
-        return x
+    def forward(
+        self, x: Features, links: Pattern, rows: Tensor | None = None, content: Tensor | None = None
+    ) -> Tensor:
+        """f of x [N, F], with `content` [n, F] in its `rows` [n] where they are given."""
+        weight, drop = self.convs[0].lin.weight, (self.dropout, self.training)
+        if rows is None or content is None:
+            h = projected(dropout(x, *drop), weight)
+        else:
+            h = projected_with_rows(x, weight, rows, content, *drop)
+        h = self.activations[0](self.convs[0].attend(h, links))
+        for conv, activation in zip(self.convs[1:], self.activations[1:], strict=True):
+            h = activation(conv(F.dropout(h, *drop), links))
+        return h
 
 
 class Autoencoder(nn.Module):
@@ -68,8 +84,23 @@ class Autoencoder(nn.Module):
         self.decoder = attention_layer(width, num_features, 1, settings["attention_dropout"])
         self.dropout = settings["dropout"]
 
-    def decode(self, h: Tensor, edge_index: Tensor) -> Tensor:
-        return self.decoder(F.dropout(h, self.dropout, self.training), edge_index)
+    def decode(self, h: Tensor, links: Pattern) -> Tensor:
+        return self.decoder(F.dropout(h, self.dropout, self.training), links)
+
+    def decode_hidden(self, h: Tensor, links: Pattern, masked: Tensor) -> Tensor:
+        """d(W h, zero in the rows of V)_v for v in V = masked [n]; h [N, D], result [n, F].
+
+        A row of zeros stays zero under W and the decoder's weight, so the others alone are
+        multiplied; and only the rows of V are summed over their neighbours.
+        """
+        is_masked = torch.zeros(h.shape[0], dtype=torch.bool, device=h.device)
+        is_masked[masked] = True
+        kept = (~is_masked).nonzero().squeeze(1)
+        bridged = F.dropout(self.bridge(h.index_select(0, kept)), self.dropout, self.training)
+        weighted = projected(bridged, self.decoder.lin.weight)
+        weighted = weighted.new_zeros(h.shape[0], weighted.shape[1]).index_copy(0, kept, weighted)
+        rebuilt = self.decoder.attend(weighted, links.only(is_masked[links.row]))
+        return rebuilt.index_select(0, masked)
 
 
 class Model(Autoencoder):
@@ -108,8 +139,8 @@ class Teacher(nn.Module):
                 old.lerp_(new, 1.0 - momentum)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.projector(self.encoder(x, edge_index))
+    def forward(self, x: Features, links: Pattern) -> Tensor:
+        return self.projector(self.encoder(x, links))
 
 
 def scaled_cosine_error(predicted: Tensor, target: Tensor, power: float) -> Tensor:
@@ -129,27 +160,30 @@ def loss(
     model: Model,
     target: Tensor,
     x: Tensor,
-    edge_index: Tensor,
+    compact_x: Features,
+    links: Pattern,
     masked: Tensor,
     remasked: Sequence[Tensor] | None,
     power: float,
     weight: float,
 ) -> Tensor:
-    """L for one draw: `masked` int64 [n] is V, target [N, D] the output of the teacher.
+    """L for one draw: `masked` int64 [n] is V, target [N, D] the output of the teacher, compact_x
+    is x as `compact` stores it.
 
     `remasked`: the rows of each random re-masking; None re-masks V with zeros, once.
     """
-    h = model.encoder(with_rows(x, masked, model.token), edge_index)
+    content = model.token.expand(masked.numel(), -1)
+    h = model.encoder(compact_x, links, masked, content)
     latent = scaled_cosine_error(model.predictor(model.projector(h)), target, 1)
-    bridged = model.bridge(h)
     if remasked is None:
-        inputs = [with_rows(bridged, masked, torch.zeros_like(bridged[:1]))]
+        rebuilt = [model.decode_hidden(h, links, masked)]
     else:
+        bridged = model.bridge(h)
         inputs = [with_rows(bridged, rows, model.second_token) for rows in remasked]
+        rebuilt = [model.decode(rows, links)[masked] for rows in inputs]
     total = weight * latent
-    for rows in inputs:
-        rebuilt = model.decode(rows, edge_index)[masked]
-        total = total + scaled_cosine_error(rebuilt, x[masked], power)
+    for one in rebuilt:
+        total = total + scaled_cosine_error(one, x[masked], power)
     return total
 
 
@@ -165,7 +199,8 @@ def cosine_decay(epochs: int) -> Callable[[int], float]:
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     x = prepared(graph.x, settings["normalize"])
-    edges, num_nodes = graph.edge_index, graph.num_nodes
+    compact_x, num_nodes = compact(x), graph.num_nodes
+    links = Pattern.of_edges(graph.edge_index, num_nodes)
     model = Model(x.shape[1], settings).to(x.device)
     teacher = Teacher(model, x.shape[1], settings).to(x.device)
 
@@ -176,7 +211,8 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
             rate = settings["remask_rate"]
             remasked = [share_of(num_nodes, rate, x.device) for _ in range(settings["remasks"])]
         weights = (settings["power"], settings["latent_weight"])
-        return loss(model, teacher(x, edges), x, edges, masked, remasked, *weights)
+        target = teacher(compact_x, links)
+        return loss(model, target, x, compact_x, links, masked, remasked, *weights)
 
     def after(done: int, total: int, value: float) -> None:
         teacher.follow(model, settings["momentum"])
@@ -184,4 +220,4 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
 
     minimise(model, objective, settings, after, cosine_decay(settings["epochs"]))
     with torch.no_grad():
-        return Fitted(model.encoder(x, edges))
+        return Fitted(model.encoder(compact_x, links))

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.nn import GCNConv
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.encoders import adam, prepared, propagation
+from cimage_dist.baselines.encoders import Convolution, adam, prepared, propagation_of
+from cimage_dist.baselines.sparse import Features, Sparse, compact, dropout
 from cimage_dist.config import MaskConfig
 from cimage_dist.sampling.hidden import PathMasker
 from cimage_dist.types import Topology
@@ -47,16 +47,16 @@ class Encoder(nn.Module):
 
     def __init__(self, widths: list[int], dropout: float) -> None:
         super().__init__()
-        convs = [GCNConv(a, b, normalize=False) for a, b in pairwise(widths)]
+        convs = [Convolution(a, b) for a, b in pairwise(widths)]
         self.convs = nn.ModuleList(convs)
         self.norms = nn.ModuleList([nn.BatchNorm1d(width) for width in widths[1:]])
         self.dropout = dropout
 
-    def forward(self, x: Tensor, adjacencies: list[Tensor]) -> list[Tensor]:
+    def forward(self, x: Features, adjacencies: list[Sparse]) -> list[Tensor]:
         """The output of every layer, [N, width]; x [N, F], one `propagation` per layer."""
         outputs = []
         for conv, norm, adjacency in zip(self.convs, self.norms, adjacencies, strict=True):
-            x = F.elu(norm(conv(F.dropout(x, self.dropout, self.training), adjacency)))
+            x = F.elu(norm(conv(dropout(x, self.dropout, self.training), adjacency)))
             outputs.append(x)
         return outputs
 
@@ -86,14 +86,15 @@ class Model(nn.Module):
         self.edge_decoder = MLP(out, *decoder, settings["decoder_dropout"])
         self.degree_decoder = MLP(out, *decoder, settings["decoder_dropout"])
 
-    def layers(self, x: Tensor, edge_index: Tensor) -> list[Tensor]:
-        adjacency = propagation(edge_index, x.shape[0], x.dtype)
+    def layers(self, x: Features, edge_index: Tensor) -> list[Tensor]:
+        adjacency = propagation_of(edge_index, x.shape[0], x.dtype)
         return self.encoder(x, [adjacency] * len(self.encoder.convs))
 
 
 def pair_logits(decoder: nn.Module, z: Tensor, pairs: Tensor) -> Tensor:
     """h(z_u * z_v): z [N, D], pairs int64 [2, P] -> [P, outputs of the decoder]."""
-    return decoder(z[pairs[0]] * z[pairs[1]])
+    # index_select, unlike z[...], has a fast gradient.
+    return decoder(z.index_select(0, pairs[0]) * z.index_select(0, pairs[1]))
 
 
 def edge_loss(positive: Tensor, negative: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ def degree_loss(predicted: Tensor, masked: Tensor) -> Tensor:
 
 def loss(
     model: Model,
-    x: Tensor,
+    x: Features,
     visible: Tensor,
     masked: Tensor,
     positive: Tensor,
@@ -156,7 +157,7 @@ def train(model: nn.Module, batches: Batches, settings: Mapping[str, Any], step:
 
 
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
-    x = prepared(graph.x, settings["normalize"])
+    x = compact(prepared(graph.x, settings["normalize"]))
     model = Model(x.shape[1], settings).to(x.device)
     paths = MaskConfig(
         start=settings["start"],

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.transforms import GDC
-from torch_geometric.utils import subgraph
 
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.dgi import readout
-from cimage_dist.baselines.encoders import csr, minimise, prepared, propagation
+from cimage_dist.baselines.encoders import minimise, prepared, propagation_of
+from cimage_dist.baselines.sparse import Features, Pattern, Sparse, compact, projected
 
 THRESHOLDS = (1e-5, 1e-4, 1e-3, 1e-2)
 
@@ -47,6 +47,11 @@ def sparsified(s: Tensor, average_degree: float) -> Tensor:
     return (s - low) / (high - low)
 
 
+def product(m: Tensor | Sparse, h: Tensor) -> Tensor:
+    """M H; M [n, n] dense or sparse."""
+    return m.pattern.times(m.values, h) if isinstance(m, Sparse) else m @ h
+
+
 class View(nn.Module):
     """h = PReLU(M X W + b) for M = P or M = S; X [N, F], h [N, width]."""
 
@@ -57,13 +62,13 @@ class View(nn.Module):
         self.act = nn.PReLU()
         nn.init.xavier_uniform_(self.weight)
 
-    def forward(self, x: Tensor, m: Tensor) -> Tensor:
-        return self.act(m @ (x @ self.weight) + self.bias)
+    def project(self, x: Features) -> Tensor:
+        """X W [N, width]."""
+        return projected(x, self.weight.t())
 
-    def both(self, x: Tensor, m: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """h of X and of X[order]; X W is shuffled instead of X, which saves a product."""
-        projected = x @ self.weight
-        return self.act(m @ projected + self.bias), self.act(m @ projected[order] + self.bias)
+    def forward(self, h: Tensor, m: Tensor | Sparse) -> Tensor:
+        """PReLU(M H + b) for H = X W or some rows of it, in any order."""
+        return self.act(product(m, h) + self.bias)
 
 
 class Model(nn.Module):
@@ -77,15 +82,28 @@ class Model(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
         nn.init.xavier_uniform_(self.bilinear)
 
-    def forward(self, x: Tensor, p: Tensor, s: Tensor) -> Tensor:
+    def project(self, x: Features) -> tuple[Tensor, Tensor]:
+        """X W_P and X W_S, both [N, width]."""
+        return self.near.project(x), self.far.project(x)
+
+    def forward(self, x: Features, p: Sparse, s: Tensor | Sparse) -> Tensor:
         """The embedding h^P + h^S [N, width]."""
-        return self.near(x, p) + self.far(x, s)
+        near, far = self.project(x)
+        return self.near(near, p) + self.far(far, s)
 
 
-def loss(model: Model, x: Tensor, p: Tensor, s: Tensor, order: Tensor) -> Tensor:
-    """L of a sampled subgraph: x [n, F], p and s [n, n]; `order` [n] is that of the rows in h~."""
-    near, near_fake = model.near.both(x, p, order)
-    far, far_fake = model.far.both(x, s, order)
+def loss(
+    model: Model, projections: tuple[Tensor, Tensor], p: Sparse, s: Tensor | Sparse, order: Tensor
+) -> Tensor:
+    """L of a sampled subgraph: its rows of X W_P and X W_S [n, width], p and s [n, n]; `order` [n]
+    is that of the rows in h~. X W is shuffled instead of X, which saves a product.
+    """
+    near, near_fake = (
+        model.near(rows, p) for rows in (projections[0], projections[0].index_select(0, order))
+    )
+    far, far_fake = (
+        model.far(rows, s) for rows in (projections[1], projections[1].index_select(0, order))
+    )
     from_near, from_far = (model.bilinear @ readout(h) for h in (near, far))
     yes = torch.cat([near @ from_far, far @ from_near]) + model.bias
     no = torch.cat([near_fake @ from_far, far_fake @ from_near]) + model.bias
@@ -93,27 +111,43 @@ def loss(model: Model, x: Tensor, p: Tensor, s: Tensor, order: Tensor) -> Tensor
     return binary_cross_entropy_with_logits(logits, truth)
 
 
+def within(m: Sparse, nodes: Tensor) -> Sparse:
+    """Rows and columns `nodes` (sorted) of m, renumbered."""
+    place = torch.full((m.shape[0],), -1, device=m.device)
+    place[nodes] = torch.arange(nodes.numel(), device=m.device)
+    row, column = place[m.pattern.row], place[m.pattern.column]
+    kept = (row >= 0) & (column >= 0)
+    size = (nodes.numel(), nodes.numel())
+    return Sparse(Pattern.of_sorted(row[kept], column[kept], size), m.values[kept])
+
+
 def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fitted:
     """Every epoch takes `samples` subgraphs of `sample_nodes` nodes drawn uniformly."""
     n, edges = graph.num_nodes, graph.edge_index
-    x = prepared(graph.x, settings["normalize"])
-    index, weight = gcn_norm(edges, num_nodes=n, dtype=x.dtype)
-    s = diffusion(edges, n, settings["alpha"], x.dtype)
+    x = compact(prepared(graph.x, settings["normalize"]))
+    p = propagation_of(edges, n, x.dtype)
+    s: Features = diffusion(edges, n, settings["alpha"], x.dtype)
     if settings["sparsify"]:
-        s = sparsified(s, edges.shape[1] / n)
+        s = compact(sparsified(s, edges.shape[1] / n))
     size = min(settings["sample_nodes"], n)
 
-    def sample() -> Tensor:
+    def sample(near: Tensor, far: Tensor) -> Tensor:
         nodes = torch.randperm(n, device=x.device)[:size].sort().values
-        inside, kept = subgraph(nodes, index, weight, relabel_nodes=True, num_nodes=n)
-        p = csr(inside, kept, size)
+        far_view = within(s, nodes) if isinstance(s, Sparse) else s[nodes.unsqueeze(1), nodes]
         order = torch.randperm(size, device=x.device)
-        return loss(model, x[nodes], p, s[nodes.unsqueeze(1), nodes], order)
+        return loss(
+            model,
+            tuple(h.index_select(0, nodes) for h in (near, far)),
+            within(p, nodes),
+            far_view,
+            order,
+        )
 
     def objective() -> Tensor:
-        return torch.stack([sample() for _ in range(settings["samples"])]).mean()
+        projections = model.project(x)
+        return torch.stack([sample(*projections) for _ in range(settings["samples"])]).mean()
 
     model = Model(x.shape[1], settings["width"]).to(x.device)
     minimise(model, objective, settings, step)
     with torch.no_grad():
-        return Fitted(model(x, propagation(edges, n, x.dtype), s))
+        return Fitted(model(x, p, s))

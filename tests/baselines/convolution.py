@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from cimage_dist.baselines import Fitted, Graph, fit
-from cimage_dist.baselines.encoders import propagation
+from cimage_dist.baselines.encoders import propagation_of
 from cimage_dist.types import Topology
 from tests.graphs import planted_blocks, random_topology
 
@@ -30,7 +30,7 @@ class Small:
         self.n = 20
         self.edges = edges_of(random_topology(self.n, 30, seed=5))
         self.x = torch.rand(self.n, 7, dtype=torch.float64, generator=generator)
-        self.sparse = propagation(self.edges, self.n, torch.float64)
+        self.sparse = propagation_of(self.edges, self.n, torch.float64)
         loops = torch.eye(self.n, dtype=torch.float64)
         self.adjacency = loops.index_put((self.edges[0], self.edges[1]), loops.new_ones(()))
         degree = self.adjacency.sum(1)
@@ -40,7 +40,7 @@ class Small:
 
 
 def layer(p: Tensor, h: Tensor, conv: Any) -> Tensor:
-    """P H W + b with the parameters of a GCNConv."""
+    """P H W + b with the parameters of a `Convolution`."""
     return p @ h @ conv.lin.weight.T + conv.bias
 
 

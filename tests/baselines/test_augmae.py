@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cimage_dist.baselines import augmae
+from cimage_dist.baselines.sparse import Pattern
 from tests.baselines import dense
 
 SETTINGS = {
@@ -42,9 +43,10 @@ def test_losses_and_gradients_equal_the_dense_reference(monkeypatch):
     model, net = (augmae.Model(6, PLAIN).double(), augmae.MaskNet(6, PLAIN).double())
     for start in (model.decoder.bias, model.token):  # a zero vector has no cosine
         nn.init.normal_(start)
-    keep = net(x, edges)
+    links = Pattern.of_edges(edges, 20)
+    keep = net(x, links)
     drawn = augmae.draw(keep, 0.7, 0.5, 0.3)
-    error, h = augmae.reconstruction(model, x, edges, keep, drawn, 3)
+    error, h = augmae.reconstruction(model, x, x, links, keep, drawn, 3)
 
     masked, spared = drawn.masked.tolist(), drawn.spared.tolist()
     others = dict(zip(drawn.noise.tolist(), drawn.noise_from.tolist(), strict=True))

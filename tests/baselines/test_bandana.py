@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cimage_dist.baselines import bandana
+from cimage_dist.baselines.sparse import Pattern
 from tests.baselines import dense
 
 SETTINGS = {
@@ -27,12 +28,14 @@ SETTINGS = {
 
 def test_loss_and_gradient_equal_the_dense_reference():
     x, edges = dense.small()
+    links = Pattern.of_edges(edges, 20)
+    edges, _ = bandana.edges_of(links)
     torch.manual_seed(0)
     model = bandana.Model(6, {**SETTINGS, "dropout": 0.0}).double()
     noise = torch.randn(2, edges.shape[1], dtype=torch.float64)
     batch, negative = torch.randperm(edges.shape[1])[:11], torch.randint(0, 20, (2, 9))
     widths = [bandana.bandwidths(n, edges[1], 20, 0.4) for n in noise]
-    ours = bandana.loss(model, x, edges, widths, batch, negative)
+    ours = bandana.loss(model, x, links, widths, batch, negative)
 
     expected = [(n / 0.4).exp() for n in noise]
     expected = [e / torch.stack([e[edges[1] == v].sum() for v in edges[1]]) for e in expected]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy
 
 from cimage_dist.baselines import METHODS, Graph, ccassg, dgi, fit, grace, mvgrl
-from cimage_dist.baselines.encoders import GCN, propagation
+from cimage_dist.baselines.encoders import GCN, propagation_of
 from cimage_dist.errors import UserError
 from tests.baselines.convolution import Small, assert_learns, assert_same, layer, settings_of
 
@@ -32,7 +32,7 @@ def test_mvgrl_loss_and_gradient_match_dense_formula() -> None:
     with torch.no_grad():
         model.bias.fill_(0.3)
     s = 0.2 * torch.linalg.inv(torch.eye(20, dtype=torch.float64) - 0.8 * small.dense)
-    loss = mvgrl.loss(model, small.x, small.sparse, s, order)
+    loss = mvgrl.loss(model, model.project(small.x), small.sparse, s, order)
 
     def embedded(view: mvgrl.View, m: Tensor, x: Tensor) -> Tensor:
         return view.act(m @ x @ view.weight + view.bias)
@@ -118,7 +118,7 @@ def test_ccassg_loss_and_gradient_match_dense_formula() -> None:
     small, encoder = Small(), GCN([7, 6, 5], nn.ReLU, last=False).double()
     kept = small.edges[:, ::2]  # one direction of some edges is gone
     a = encoder(small.x, small.sparse)
-    b = encoder(small.x, propagation(kept, small.n, torch.float64))
+    b = encoder(small.x, propagation_of(kept, small.n, torch.float64))
     adjacency = torch.eye(small.n, dtype=torch.float64)
     adjacency[kept[1], kept[0]] = 1
     degree = adjacency.sum(1)

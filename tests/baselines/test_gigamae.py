@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from cimage_dist.baselines import METHODS, gigamae
+from cimage_dist.baselines.sparse import Pattern
 from tests.baselines import dense
 
 SETTINGS = {
@@ -47,9 +48,12 @@ def test_loss_and_gradient_equal_the_dense_reference(monkeypatch):
     model = gigamae.Model(6, [4, 3], {**SETTINGS, "dropout": 0.0}).double()
     first, second = torch.randn(20, 4, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
     targets = [first, second, torch.cat([first, second], 1)]
-    nodes, gone = torch.rand(20) < 0.5, torch.rand(edges.shape[1]) < 0.15
-    ours = gigamae.loss(model, targets, x, edges, nodes, gone, SETTINGS["weights"], 0.4)
+    links = Pattern.of_edges(edges, 20)
+    gone = (torch.rand(links.row.shape[0]) < 0.15) & (links.row != links.column)
+    nodes = torch.rand(20) < 0.5
+    ours = gigamae.loss(model, targets, x, links, nodes, gone, SETTINGS["weights"], 0.4)
 
+    edges = torch.stack([links.column, links.row])  # with loops, as the reference has them anyway
     left = edges[:, ~gone]
     h = dense.attention(model.first, x * ~nodes[:, None], left)
     h = nn.functional.elu(dense.batch_norm(model.norm, h))
