@@ -5,7 +5,7 @@
 
 S. Pan et al., "Adversarially Regularized Graph Autoencoder for Graph Embedding", IJCAI 2018.
 Z [N, D] as in GAE. D is a perceptron with a sigmoid; it makes some steps on L_D
-(`autoencoders.adversary_loss`) before each step of the encoder on L. The embedding is Z; pairs are
+(`encoders.adversary_loss`) before each step of the encoder on L. The embedding is Z; pairs are
 scored by z_u . z_v.
 """
 
