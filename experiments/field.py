@@ -28,6 +28,7 @@ from cimage_dist.train.progress import Progress
 from experiments.cell import code_commit
 
 FIELDS = Path("experiments/fields")
+CHANGED = "†"  # beside scores of settings that are not the authors'
 FAR = 1.5  # points below the published number that ask for a cause
 Result = dict[str, Any]
 
@@ -148,6 +149,7 @@ def _score_cell(table: Field, found: Mapping[str, Any], name: str, dataset: str)
     text = "-"
     if known:
         text = f"{np.mean(known):.2f} ± {np.std(known):.2f} ({len(known)})"
+        text += CHANGED if name in table.settings.get(dataset, {}) else ""
     pub = table.published.get(name, {}).get(dataset)
     return f"{text} | {'' if pub is None else f'{pub:.2f}'}"
 
@@ -246,11 +248,18 @@ def _far_below(
 
 def _remarks(table: Field) -> list[str]:
     said = [
-        f"{METHODS[name].label} on {dataset} with "
-        f"{', '.join(f'{key} {value}' for key, value in given.items())} in place of its authors'."
+        f"{CHANGED} on {dataset}: "
+        + "; ".join(
+            f"{METHODS[name].label} {', '.join(f'{key} {value}' for key, value in given.items())}"
+            for name, given in methods.items()
+        )
         for dataset, methods in table.settings.items()
-        for name, given in methods.items()
     ]
+    if said:
+        why = (
+            f"{CHANGED}: not its authors' settings, so read the score and the rank as lower bounds."
+        )
+        said.insert(0, why)
     return said + [
         f"{METHODS[name].label} on {dataset} was not run: {why}."
         for dataset, methods in table.left_out.items()

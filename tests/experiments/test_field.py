@@ -57,12 +57,12 @@ def test_the_table_says_what_follows(tmp_path):
     )
     text = "\n".join(render_field(table, tmp_path))
     assert "| **CIMAGE** | 80.50 ± 0.50 (2) | 81.90 | 1.0 |" in text
-    assert "| GAE | 71.00 ± 1.00 (2) | 74.00 | 2.0 |" in text
+    assert "| GAE | 71.00 ± 1.00 (2)† | 74.00 | 2.0 |" in text
     assert "| GCN | 79.00 ± 0.00 (1) |  |  |" in text
     assert "| raw features | 50.00 ± 0.00 (2) |  |  |" in text
     assert "CIMAGE is number 1 of 2" in text and "CIMAGE minus GAE" in text and "a +9.50" in text
     assert "below the published number: GAE on a (-3.0)." in text
-    assert "GAE on a with epochs 5 in place of its authors'." in text
+    assert "† on a: GAE epochs 5" in text
     assert "MVGRL on b was not run: a seed takes 40 minutes." in text
     assert "| GAE | 2, 0.50 |" in text and "commits abc" in text
 
