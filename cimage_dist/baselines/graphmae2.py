@@ -62,12 +62,14 @@ class AttentionEncoder(nn.Module):
         self, x: Features, links: Pattern, rows: Tensor | None = None, content: Tensor | None = None
     ) -> Tensor:
         """f of x [N, F], with `content` [n, F] in its `rows` [n] where they are given."""
-        weight, drop = self.convs[0].lin.weight, (self.dropout, self.training)
+        first, drop = self.convs[0], (self.dropout, self.training)
+        assert isinstance(first, Attention)
+        weight = first.lin.weight
         if rows is None or content is None:
             h = projected(dropout(x, *drop), weight)
         else:
             h = projected_with_rows(x, weight, rows, content, *drop)
-        h = self.activations[0](self.convs[0].attend(h, links))
+        h = self.activations[0](first.attend(h, links))
         for conv, activation in zip(self.convs[1:], self.activations[1:], strict=True):
             h = activation(conv(F.dropout(h, *drop), links))
         return h

@@ -126,9 +126,10 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
     n, edges = graph.num_nodes, graph.edge_index
     x = compact(prepared(graph.x, settings["normalize"]))
     p = propagation_of(edges, n, x.dtype)
-    s: Features = diffusion(edges, n, settings["alpha"], x.dtype)
+    full = diffusion(edges, n, settings["alpha"], x.dtype)
+    s: Features = full
     if settings["sparsify"]:
-        s = compact(sparsified(s, edges.shape[1] / n))
+        s = compact(sparsified(full, edges.shape[1] / n))
     size = min(settings["sample_nodes"], n)
 
     def sample(near: Tensor, far: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
         order = torch.randperm(size, device=x.device)
         return loss(
             model,
-            tuple(h.index_select(0, nodes) for h in (near, far)),
+            (near.index_select(0, nodes), far.index_select(0, nodes)),
             within(p, nodes),
             far_view,
             order,
