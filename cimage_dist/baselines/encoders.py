@@ -27,7 +27,6 @@ from cimage_dist.baselines.sparse import (
     scaled_columns,
 )
 from cimage_dist.errors import UserError
-from cimage_dist.nn.optim import Adam
 
 # The norm that every row is divided by: L1 makes rows of counts sum to one, L2 gives unit length,
 # the maximum leaves rows of zeros and ones as they are.
@@ -115,9 +114,9 @@ def corrupted(
     return encoder(seen, propagation(links, kept.to(x.dtype)))
 
 
-def adam(model: nn.Module, settings: Mapping[str, Any]) -> Adam:
+def adam(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Adam:
     decay = settings.get("weight_decay", 0.0)
-    return Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
+    return torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=decay)
 
 
 def minimise(
@@ -240,7 +239,7 @@ def fit_autoencoder(
     if is_adversarial:
         adversary = discriminator([settings["width"], *settings["discriminator"]])
         model = kind(make(*sizes), adversary).to(x.device)
-        optimizer = Adam(adversary.parameters(), lr=settings["discriminator_lr"])
+        optimizer = torch.optim.Adam(adversary.parameters(), lr=settings["discriminator_lr"])
     else:
         model = kind(make(*sizes)).to(x.device)
 

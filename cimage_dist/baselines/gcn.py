@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 from cimage_dist.baselines import Fitted, Graph, Step
 from cimage_dist.baselines.encoders import Convolution, prepared, propagation_of
 from cimage_dist.baselines.sparse import Features, Sparse, compact, dropout
-from cimage_dist.nn.optim import Adam
 
 
 class Model(nn.Module):
@@ -60,7 +59,7 @@ def fit(graph: Graph, settings: Mapping[str, Any], seed: int, step: Step) -> Fit
     # Kipf & Welling: the first layer alone is decayed.
     decayed = {"params": model.first.parameters(), "weight_decay": settings["weight_decay"]}
     free = {"params": model.second.parameters()}
-    optimizer = Adam([decayed, free], lr=settings["lr"])
+    optimizer = torch.optim.Adam([decayed, free], lr=settings["lr"])
     for epoch in range(epochs):
         model.train()
         optimizer.zero_grad()

@@ -96,17 +96,22 @@ ADVICE = (
 )
 
 
-def check_storage(place: str) -> None:
-    """Raise UserError with the names of the nodes that cannot write the run directory or do not see
-    each other's files there; on object storage, that cannot read it.
-    """
-    nodes = {
+def _alive() -> dict[str, str]:
+    """{id: name for messages} of the nodes."""
+    return {
         node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, node "
         f"{node['NodeID'][:8]})"
         for node in ray.nodes()
         if node["Alive"]
     }
+
+
+def check_storage(place: str) -> None:
+    """Raise UserError with the names of the nodes that cannot write the run directory or do not see
+    each other's files there; on object storage, that cannot read it.
+    """
     if is_url(place):
+        nodes = _alive()
         _complain(
             nodes, _on_each(nodes, _reach, place), f"These nodes cannot reach the run at {place}"
         )
@@ -124,6 +129,7 @@ def check_storage(place: str) -> None:
         raise UserError(
             f"The run directory {run_root} cannot be written ({error.strerror}). {ADVICE}"
         ) from None
+    nodes = _alive()
     try:
         _complain(
             nodes,

@@ -15,6 +15,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.eval import probe
 from cimage_dist.eval.logistic import STRENGTHS, logistic_path, unit_rows
 from cimage_dist.eval.probe import linear_probe, make_pool, pool_score
+from cimage_dist.nn.optim import Adam
 from cimage_dist.types import NodeSplit
 
 NUM_NODES, DIM, NUM_CLASSES = 600, 16, 4
@@ -176,11 +177,9 @@ def test_rows_are_normalised() -> None:
 def test_schedule_follows_cosine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     z, y = embedding()
     rates: list[float] = []
-    step = torch.optim.Adam.step
+    step = Adam.step
     monkeypatch.setattr(
-        torch.optim.Adam,
-        "step",
-        lambda self, *a: (rates.append(self.param_groups[0]["lr"]), step(self, *a))[1],
+        Adam, "step", lambda self, *a: (rates.append(self.param_groups[0]["lr"]), step(self, *a))[1]
     )
     linear_probe(
         z,

@@ -236,7 +236,7 @@ from cimage_dist.distributed.session import check_storage
 ray.init(log_to_driver=False, logging_level="ERROR")
 print("nodes", sum(node["Alive"] for node in ray.nodes()))
 try:
-    check_storage(Path(sys.argv[1]))
+    check_storage(sys.argv[1])
     print("fine")
 except UserError as error:
     print(f"refused: {error}")

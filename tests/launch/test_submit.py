@@ -499,5 +499,5 @@ def test_a_run_directory_in_rays_copy_is_refused(tmp_path):
     from cimage_dist.distributed.session import check_storage
 
     with pytest.raises(UserError, match="CIMAGE_STORAGE"):
-        check_storage(tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1" / "runs")
+        check_storage(f"{tmp_path}/runtime_resources/working_dir_files/_ray_pkg_1/runs")
     assert not list(tmp_path.iterdir())

@@ -196,10 +196,10 @@ def test_bytes_kept_scale_to_a_real_batch_of_another_size(store_dir, small_sbm, 
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     trainer.scores = random_scores(cfg.model.num_factors, 0)
     batch = next(trainer.remaining())[0]
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets the same place
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -212,7 +212,9 @@ def test_bytes_kept_scale_to_a_real_batch_of_another_size(store_dir, small_sbm, 
     # With two views the played batch is so small that more kinds of rows have the same length; the
     # larger one is taken.
     near = 0.05 if more else 0.02
-    assert played.kept.at(rows) == pytest.approx(sum(kept.values()), rel=near)
+    assert played.kept.at(rows) == pytest.approx(
+        sum(t.untyped_storage().nbytes() for t in kept.values()), rel=near
+    )
     assert played.batch.at(rows) == pytest.approx(
         sum(t.untyped_storage().nbytes() for t in own), rel=near
     )
