@@ -132,7 +132,8 @@ def render_field(table: Field, results: Path) -> list[str]:
     over = ", ".join(ranked) or "none yet"
     lines += ["", f"Rank: mean over the graphs on which all ranked methods ran ({over}).", ""]
     lines += _cost(found, begun, rows)
-    said = [*_second(table, found, begun, ranks), *_far_below(table, found, begun)]
+    said = _second(table, found, begun, ranks) + _unranked(table, found, begun, ranked)
+    said += _far_below(table, found, begun)
     said += _remarks(table)
     done = [r for dataset in begun for cells in found[dataset].values() for r in cells]
     commits = sorted({str(r["commit"]) for r in done if "commit" in r})
@@ -154,6 +155,15 @@ def _score_cell(table: Field, found: Mapping[str, Any], name: str, dataset: str)
     return f"{text} | {'' if pub is None else f'{pub:.2f}'}"
 
 
+def _means(table: Field, found: Mapping[str, Sequence[Result]]) -> dict[str, float]:
+    """Mean score of every method that a rank is given to."""
+    return {
+        name: float(np.mean([value_at(r, table.score) for r in cells]))
+        for name, cells in found.items()
+        if name in METHODS and name != SUPERVISED
+    }
+
+
 def average_ranks(
     table: Field, found: Mapping[str, Mapping[str, Sequence[Result]]]
 ) -> tuple[dict[str, float], list[str]]:
@@ -162,14 +172,7 @@ def average_ranks(
     """
     from scipy.stats import rankdata
 
-    def means(dataset: str) -> dict[str, float]:
-        return {
-            name: float(np.mean([value_at(r, table.score) for r in cells]))
-            for name, cells in found[dataset].items()
-            if name in METHODS and name != SUPERVISED
-        }
-
-    by_graph = {dataset: means(dataset) for dataset in found}
+    by_graph = {dataset: _means(table, found[dataset]) for dataset in found}
     names = sorted({name for scores in by_graph.values() for name in scores})
     graphs = [d for d, scores in by_graph.items() if names and set(scores) == set(names)]
     if not graphs:
@@ -222,12 +225,34 @@ def _second(
         for (dataset, gap), is_clear in zip(gaps.items(), clear, strict=True)
     ]
     first, place = METHODS[order[0]].label, order.index(OWN) + 1
-    return [
+    said = [
         f"Best average rank: {first} ({ranks[order[0]]:.1f}); {METHODS[OWN].label} is number "
-        f"{place} of {len(order)} ({ranks[OWN]:.1f}).",
-        f"{METHODS[OWN].label} minus {METHODS[other].label}, seed by seed, with 95 % intervals: "
-        f"{'; '.join(parts)}. Differs: Holm's test over these graphs at 5 %.",
+        f"{place} of {len(order)} ({ranks[OWN]:.1f})."
     ]
+    if parts:
+        said.append(
+            f"{METHODS[OWN].label} minus {METHODS[other].label}, seed by seed, with 95 % intervals:"
+            f" {'; '.join(parts)}. Differs: Holm's test over these graphs at 5 %."
+        )
+    return said
+
+
+def _unranked(
+    table: Field,
+    found: Mapping[str, Mapping[str, Sequence[Result]]],
+    begun: Sequence[str],
+    ranked: Sequence[str],
+) -> list[str]:
+    """Who is ahead where not every method ran."""
+    parts = []
+    for dataset in begun:
+        means = _means(table, found[dataset])
+        if dataset in ranked or not means:
+            continue
+        best = max(means, key=lambda name: means[name])
+        ours = f", {METHODS[OWN].label} {means[OWN]:.2f}" if OWN in means and best != OWN else ""
+        parts.append(f"{dataset} {METHODS[best].label} {means[best]:.2f}{ours}")
+    return [f"Not ranked, the best of those that ran: {'; '.join(parts)}."] * bool(parts)
 
 
 def _far_below(
@@ -256,9 +281,7 @@ def _remarks(table: Field) -> list[str]:
         for dataset, methods in table.settings.items()
     ]
     if said:
-        why = (
-            f"{CHANGED}: not its authors' settings, so read the score and the rank as lower bounds."
-        )
+        why = f"{CHANGED}: not its authors' settings; with these its score and rank may be better."
         said.insert(0, why)
     return said + [
         f"{METHODS[name].label} on {dataset} was not run: {why}."

@@ -67,6 +67,17 @@ def test_the_table_says_what_follows(tmp_path):
     assert "| GAE | 2, 0.50 |" in text and "commits abc" in text
 
 
+def test_graphs_without_a_rank_say_who_is_ahead(tmp_path):
+    write(tmp_path, "a", "cimage", 80.0)
+    write(tmp_path, "a", "gae", 70.0)
+    write(tmp_path, "a", "dgi", 75.0)
+    write(tmp_path, "b", "gae", 90.0)
+    write(tmp_path, "b", "cimage", 89.0)
+    text = "\n".join(render_field(TABLE, tmp_path))
+    assert "Not ranked, the best of those that ran: b GAE 90.00, CIMAGE 89.00." in text
+    assert "CIMAGE minus" not in text  # one seed has no interval
+
+
 def test_shipped_tables_name_methods_and_graphs_that_exist():
     tables = load_fields()
     assert [table.name for table in tables] == ["node_field", "link_field"]
