@@ -3,11 +3,11 @@ that a rank samples, by the order in which the same global batch is cut into equ
 
     python benchmarks/locality.py [data.name=... key=value ...] [--ranks 2 4] [--steps 5]
 
-`keyed`: as it is drawn. `ids`: by the smaller end of each pair. `community`: by groups found by label
-propagation on the whole graph (twenty rounds), then by ids. `share` is the mean over ranks of what a
-rank samples, as a share of what one process samples for the whole batch; 1 / ranks is the best that
-any order can reach. Two views, as the default objective has them: the first with negatives, whose
-ends are anywhere in the graph, the second with positives alone.
+`keyed`: as it is drawn. `ids`: by the smaller end of each pair. `community`: by groups found by
+label propagation on the whole graph (twenty rounds), then by ids. `share` is the mean over ranks of
+what a rank samples, as a share of what one process samples for the whole batch; 1 / ranks is the
+best that any order can reach. Two views, as the default objective has them: the first with
+negatives, whose ends are anywhere in the graph, the second with positives alone.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ The runs are the real command, `cimage pretrain`, on a generated graph with the 
 best, since virtual cores may share a real one. A machine's speed changes from minute to minute, so
 the cases take turns of a few seconds: all commands are started once, then all are suspended but the
 one whose turn it is (a Ray run with all its processes). A ratio is taken within a round of turns;
-the median over the rounds is reported, with the middle half beside it. The machine should be otherwise
-idle.
+the median over the rounds is reported, with the middle half beside it. The machine should be
+otherwise idle.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Pretrainer:
         return replace(self.cfg.data, name=graph.name, path=str(graph.path.resolve()))
 
     def _use(self, cfg: Config, last: Checkpoint, best: Checkpoint) -> Self:
-        """Learn from checkpoints: the weights of `best`; `last` is where training would continue."""
+        """From checkpoints: the weights of `best`; `last` is where training would continue."""
         self.config_, self._last, self._best = cfg, last, best
         weights = checkpoint.model_weights(best.tensors)
         self.model_: CimageModel = model_from_weights(cfg, weights).to(pick_device(cfg))

@@ -1,5 +1,5 @@
-"""The held-out edges of a large graph on disk: drawn by the first process that asks for them, mapped
-by all.
+"""The held-out edges of a large graph on disk: drawn by the first process that asks for them,
+mapped by all.
 
 <data.stage_dir, else data.store_dir>/holdouts/<graph>-<hash of all that decides the draw>/
 manifest.json  indptr.npy  indices.npy  val_pos.npy  val_neg.npy  test_pos.npy  test_neg.npy

@@ -1,4 +1,5 @@
-"""Node ids as the user writes them (64-bit integers or text), and the row each one has in the graph.
+"""Node ids as the user writes them (64-bit integers or text), and the row each one has in the
+graph.
 
 ids.npy                    int64 [N], or the UTF-8 bytes of all ids one after the other with
 ids_offsets.npy            int64 [N+1], where each begins

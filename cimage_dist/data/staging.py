@@ -22,7 +22,7 @@ from cimage_dist.io import artifacts
 from cimage_dist.io.storage import open_storage
 
 _BLOCK = 1 << 22
-_ADVICE = "Make it again with `cimage ingest` and copy the whole folder to where it shall lie."
+_ADVICE = "Make it again with `cimage ingest` and copy the whole folder to its place."
 
 
 def stage(

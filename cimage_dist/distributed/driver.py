@@ -152,7 +152,7 @@ def _fit(cfg: Config, run: RunDir) -> None:
         ),
     )
     try:
-        told = _in_a_thread(trainer)
+        answer = _in_a_thread(trainer)
     except WorkerGroupError as error:
         if death := next(
             (
@@ -169,10 +169,10 @@ def _fit(cfg: Config, run: RunDir) -> None:
                 f"{' '.join(death.split())[:600]}"
             ) from None
         raise  # their own exception, which is a bug
-    if told.get("complaint"):
-        raise UserError(told["complaint"])
-    if "signum" in told:
-        raise Interrupted(told["signum"], told["step"])
+    if answer.get("complaint"):
+        raise UserError(answer["complaint"])
+    if "signum" in answer:
+        raise Interrupted(answer["signum"], answer["step"])
 
 
 def _ray_storage(run: RunDir) -> dict[str, Any]:

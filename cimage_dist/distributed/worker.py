@@ -161,7 +161,7 @@ class RaySink(LocalSink):
             )
 
     def stop_signal(self) -> int:
-        """What the driver was told, through a file in the run directory."""
+        """The signal that the driver got, through a file in the run directory."""
         now = time.monotonic()
         if self.is_main and now - self._looked > _LOOK_EVERY_S:
             self._looked = now

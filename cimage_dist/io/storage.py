@@ -124,7 +124,7 @@ class Remote:
 
     def create(self, name: str, content: bytes) -> bool:
         """Whether the name was free. Where a storage has no conditional write (fsspec then looks
-        before it writes), two writers within the same moment can both be told so.
+        before it writes), two writers at the same moment can both succeed.
         """
         try:
             self._try(

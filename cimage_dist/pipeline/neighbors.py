@@ -1,5 +1,5 @@
-"""Nearest neighbours of nodes in an embedding, and the embedding in the files other tools read; both
-block by block, so that it need not fit into memory, and by the user's own ids.
+"""Nearest neighbours of nodes in an embedding, and the embedding in the files other tools read;
+both block by block, so that it need not fit into memory, and by the user's own ids.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def prepare_run(cfg: Config, graph: Graph) -> RunDir:
         if keys:
             raise UserError(
                 f"{run.root} holds a run with other settings (different: {', '.join(keys)}). "
-                "Choose another run.dir, or delete that folder to start afresh."
+                "Choose another run.dir, or delete that folder to start again."
             )
         check_graph(run, graph)
     try:

@@ -1,6 +1,6 @@
-"""What message passing must not see. On the whole graph, path masking: random walks choose the edges
-to hide, and non-edges are drawn to set against them. In a sampled step: the global batch's seed
-edges, and a keyed share of all others (§3.3, §11.1).
+"""What message passing must not see. On the whole graph, path masking: random walks choose the
+edges to hide, and non-edges are drawn to set against them. In a sampled step: the global batch's
+seed edges, and a keyed share of all others (§3.3, §11.1).
 """
 
 from __future__ import annotations

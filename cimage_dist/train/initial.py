@@ -101,7 +101,7 @@ def cache_folder(
     The labels of selfkmeans come from an encoder of the run's own making, so that the experiment
     decides them too.
     """
-    told = {
+    facts = {
         "format": _FORMAT,
         "graph": graph_fingerprint,
         "held_out": _held_out(cfg),
@@ -112,7 +112,7 @@ def cache_folder(
         else dataclasses.asdict(settings),
         "type": str(torch.get_default_dtype()),
     }
-    name = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+    name = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=6).hexdigest()
     return Path(cfg.data.store_dir) / "labels" / f"{cfg.data.name}-{method}-{name}"
 
 

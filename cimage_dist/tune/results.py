@@ -1,5 +1,5 @@
-"""What a sweep leaves behind (tables, page, best.yaml, summary, the one look at test data), and what
-a person sees of it under way: a table on a terminal, a line per finished trial elsewhere.
+"""What a sweep leaves behind (tables, page, best.yaml, summary, the one look at test data), and
+what a person sees of it under way: a table on a terminal, a line per finished trial elsewhere.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ size.
 
 Structure: an edge picks a block uniformly and a node in it by its propensity; the other end stays
 in the block with probability `homophily`, else goes to one of the other blocks. Within a block the
-node at relative rank t in [0, 1) has propensity θ(t) ∝ (t + q)^(-a), a = 1 / (exponent − 1): a power law of the degrees, with q
-set so that no expected degree exceeds the structural cut-off √(N · mean degree). Sampling θ is a
-closed-form inverse, so no table of weights is needed.
+node at relative rank t in [0, 1) has propensity θ(t) ∝ (t + q)^(-a), a = 1 / (exponent − 1): a
+power law of the degrees, with q set so that no expected degree exceeds the structural cut-off √(N ·
+mean degree). Sampling θ is a closed-form inverse, so no table of weights is needed.
 
 Features: column j of the first `label_features` is μ[block, j] + noise; each of the
 `nuisance_features` is driven by one of a few Gaussian factors per node that are independent of the
@@ -189,8 +189,9 @@ def load_forum(data: DataConfig) -> RawGraph:
 
 
 def load_digits_graph(data: DataConfig) -> RawGraph:
-    """scikit-learn's 1,797 handwritten digits joined to their ten nearest neighbours: 8×8 pixels scaled
-    to [0, 1]; an edge where either end is among the other's ten nearest by Euclidean distance.
+    """scikit-learn's 1,797 handwritten digits joined to their ten nearest neighbours: 8×8 pixels
+    scaled to [0, 1]; an edge where either end is among the other's ten nearest by Euclidean
+    distance.
     """
     from sklearn.datasets import load_digits
     from sklearn.neighbors import kneighbors_graph

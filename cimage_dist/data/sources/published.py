@@ -1,7 +1,7 @@
-"""Published graphs from their raw files: Cora, Citeseer and Pubmed (Planetoid's `ind.*` files, without
-trusting the pickles; §2.2: public split, row-normalised), Amazon Photo and Computers (npz; random
-10/10/80 split), WikiCS (json: 20 training/validation splits and one test set), and OGB's arxiv,
-products and papers100M, streamed.
+"""Published graphs from their raw files: Cora, Citeseer and Pubmed (Planetoid's `ind.*` files,
+without trusting the pickles; §2.2: public split, row-normalised), Amazon Photo and Computers (npz;
+random 10/10/80 split), WikiCS (json: 20 training/validation splits and one test set), and OGB's
+arxiv, products and papers100M, streamed.
 """
 
 from __future__ import annotations

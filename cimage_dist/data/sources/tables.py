@@ -200,7 +200,7 @@ def open_table(
     known: Collection[str] = (),
     decide: Callable[[Table], bool | None] = lambda table: None,
 ) -> Table:
-    """A table with its header told from its data: by data.header, else by the first lines, else by
+    """A table, its header separated from its data: by data.header, else by the first lines, else by
     `decide`, which sees the table without a header and may leave it open too.
     """
     if kind_of(path) == "parquet":
