@@ -281,7 +281,7 @@ def _remarks(table: Field) -> list[str]:
         for dataset, methods in table.settings.items()
     ]
     if said:
-        why = f"{CHANGED}: not its authors' settings; with these its score and rank may be better."
+        why = f"{CHANGED}: not its authors' settings; with those it may score and rank higher."
         said.insert(0, why)
     return said + [
         f"{METHODS[name].label} on {dataset} was not run: {why}."
