@@ -30,7 +30,7 @@ class Table:
     """`config` holds `{dataset}`; `configs` names another for some datasets. `rows` maps what the
     document shows to the overrides on each dataset.
 
-    `scores` maps a path into a result (node.test) to its heading.
+    `common` are overrides of all rows. `scores` maps a path into a result (node.test) to its heading.
     `published`: {row: {dataset: number or [number for each score]}}. `against`: the row with which
     the others are compared seed by seed.
     """
@@ -43,6 +43,7 @@ class Table:
     rows: dict[str, dict[str, tuple[str, ...]]]
     scores: dict[str, str]
     configs: dict[str, str] = field(default_factory=dict)
+    common: tuple[str, ...] = ()
     published: dict[str, dict[str, Any]] = field(default_factory=dict)
     against: str | None = None
     controls: bool = False
@@ -53,7 +54,8 @@ class Table:
         return self.configs.get(dataset, self.config).format(dataset=dataset)
 
     def cell(self, dataset: str, row: str, seed: int) -> Cell:
-        return Cell(self.config_of(dataset), dataset, self.rows[row][dataset], seed, self.extra)
+        overrides = (*self.common, *self.rows[row][dataset])
+        return Cell(self.config_of(dataset), dataset, overrides, seed, self.extra)
 
     def is_same_run(self, dataset: str, row: str, other: str) -> bool:
         """Whether two rows say the same in other words, e.g. a value that is the default, too."""
@@ -192,7 +194,8 @@ def load_table(path: Path) -> Table:
     rows = body.pop("rows")
     if not all(isinstance(part, dict) for part in (rows, body["seeds"], body.get("configs", {}))):
         raise UserError(f"{path}: rows, seeds and configs must map names to values.")
-    given: dict[str, Any] = {"note": ""} | body
+    common = _overrides(path, "common", body.pop("common", []))
+    given: dict[str, Any] = {"note": "", "common": common} | body
     table = Table(
         name=path.stem,
         rows={

@@ -91,10 +91,11 @@ def describe_encoder(asked: ModelConfig, used: ModelConfig, hops: int = 0) -> st
     width += "" if asked.factor_dim else " (by the number of features)"
     layers += "" if asked.num_layers else " (by the graph's size and density)"
     teleport += "" if asked.teleport is not None else " (found without labels)"
+    factors = f"{used.num_factors} factors"
+    factors += f" ({used.edge_factors} of them nonlinear)" if used.edge_factors else ""
     layers += f", trained over {hops} hops (sampler.fanouts)" if 0 < hops < used.num_layers else ""
     return (
-        f"{used.num_factors} factors x {used.factor_dim} channels = {width}, {used.init} "
-        f"start, {layers}, {teleport}"
+        f"{factors} x {used.factor_dim} channels = {width}, {used.init} start, {layers}, {teleport}"
     )
 
 
@@ -137,6 +138,13 @@ class Config:
             "ci.target",
             f"must be below model.num_factors ({factors}), or no factor is left to predict",
             target,
+        )
+        trained = self.loss.structure_weight > 0 and len(self.sampler.fanouts) != 1
+        need(
+            not self.model.edge_factors or trained,
+            "model.edge_factors",
+            "needs loss.structure_weight above 0 and no or at least two sampler.fanouts; set it to 0",
+            self.model.edge_factors,
         )
 
     @property
@@ -209,6 +217,11 @@ _NOT_TRAINED = {
 _NOT_SCIENCE = ("run", "resources")
 
 
+def _may_have_edges(cfg: Config) -> bool:
+    """Whether model.edge_factors=null can stand for any."""
+    return cfg.model.propagation == "gcn" and cfg.loss.structure_weight > 0
+
+
 def fingerprint(cfg: Config) -> str:
     """12 hex digits of the science sections: the same experiment on another machine keeps its
     name.
@@ -227,6 +240,8 @@ def fingerprint(cfg: Config) -> str:
         del tree["train"]["steps"]
     if cfg.data.holdout_edges == "auto":  # the graph decides: none wherever it has labels
         tree["data"]["holdout_edges"] = "none"
+    if not (cfg.model.edge_factors or cfg.model.edge_factors is None and _may_have_edges(cfg)):
+        del tree["model"]["edge_factors"], tree["optim"]["edge_lr"]
     labels = cfg.cluster.labels_path
     if labels is not None:
         # The content counts, not its path.

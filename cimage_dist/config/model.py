@@ -34,6 +34,13 @@ class ModelConfig:
         "pca",
         "start of the projection: random, or the principal directions of the features, rotated",
     )
+    edge_factors: Optional[int] = opt(
+        None,
+        "how many of the factors a nonlinear network of two graph convolutions makes, trained by "
+        "the edge loss; null: a quarter of them, none with routing, without an edge loss or with "
+        "one sampled hop",
+        Rule(lambda n: n >= 0, "must be at least 0, or be null"),
+    )
     hidden: int = opt(
         0,
         "hidden width of the projection, the appendix's 'encoder hidden dim.'; 0: one linear layer",
@@ -97,16 +104,35 @@ class ModelConfig:
             "must be 0 with model.init=pca, which starts one linear layer",
             self.hidden,
         )
+        need(
+            not self.edge_factors or (self.propagation == "gcn" and self.num_layers != 1),
+            "model.edge_factors",
+            "is for model.propagation=gcn with at least two layers; set it to 0",
+            self.edge_factors,
+        )
+        need(
+            (self.edge_factors or 0) < self.num_factors,
+            "model.edge_factors",
+            f"must be below model.num_factors ({self.num_factors})",
+            self.edge_factors,
+        )
 
     def sized(
-        self, num_features: int, num_nodes: int, num_edges: int, hops: int = 0
+        self,
+        num_features: int,
+        num_nodes: int,
+        num_edges: int,
+        hops: int = 0,
+        has_edge_loss: bool = True,
     ) -> ModelConfig:
-        """With factor_dim and num_layers as they are used on a graph of `num_edges` directed edges.
+        """With factor_dim, num_layers and edge_factors as they are used on a graph of `num_edges`
+        directed edges.
 
         factor_dim: 32, or as many as keep K*c within the features, at least 4. num_layers:
         ⌊ln N / ln(1 + mean degree)⌋, the hops in which a neighbourhood grows to the size of the
         graph, between 2 and 6, and no fewer than the `hops` that are sampled. Routing layers and
-        their tail need one hop each, so that where hops are sampled they decide.
+        their tail need one hop each, so that where hops are sampled they decide. edge_factors: a
+        quarter, where the two convolutions behind them have their hops and a loss.
         """
         factor_dim = self.factor_dim or max(4, min(32, num_features // self.num_factors))
         growth = math.log(1 + num_edges / max(num_nodes, 1))
@@ -114,8 +140,13 @@ class ModelConfig:
         layers = max(layers, hops)
         if hops and self.propagation == "routing":
             layers = max(1, hops - self.tail)
+        layers = self.num_layers or layers
+        edge_factors = self.edge_factors
+        if edge_factors is None:
+            can = self.propagation == "gcn" and has_edge_loss and layers > 1 and hops != 1
+            edge_factors = self.num_factors // 4 if can else 0
         return dataclasses.replace(
-            self, factor_dim=factor_dim, num_layers=self.num_layers or layers
+            self, factor_dim=factor_dim, num_layers=layers, edge_factors=edge_factors
         )
 
 

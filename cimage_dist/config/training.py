@@ -183,6 +183,9 @@ class SamplerConfig:
 @dataclass
 class OptimConfig:
     lr_max: float = opt(0.003, "learning rate at the start, or after each restart", POSITIVE)
+    edge_lr: float = opt(
+        0.01, "lr_max of the edge factors and the edge decoder behind them", POSITIVE
+    )
     lr_min: float = opt(0.0, "learning rate at the end of the run, or of each cosine period")
     schedule: Literal["cosine", "restarts"] = opt(
         "cosine",

@@ -25,17 +25,73 @@ from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops
 
 class Encoding(NamedTuple):
     """h: output of the layers [N, K, C], which the conditional-independence scores look at;
-    z: after the tail, the embedding.
+    z: after the tail, the embedding. Both have the edge factors without gradient; `edges` are
+    these with it, for the edge loss.
     """
 
     h: Tensor
     z: Tensor
+    edges: Tensor | None = None
 
 
 def decode_reach(reach: Tensor) -> tuple[int, float]:
     """(layers, teleport) of the buffer that an encoder keeps them in."""
     layers, alpha = reach.cpu().split(1)
     return int(layers), float(alpha.view(torch.float64))
+
+
+class EdgeFactors(nn.Module):
+    """The factors of a nonlinear network, which the edge loss alone trains (§4.6):
+
+        y = unit factors of ELU(P(W2 g + b2)),   g = ELU(P(W1 x + b1)),   P(h) = (1-α) Â h + α h
+
+    Linear factors say what features agree on; these say which nodes are joined. Cut in stages like
+    the layers of the encoder, each of the width of the result: `first` before the first smoothing,
+    `after(·, 1)` and `after(·, 2)` behind the first two.
+    """
+
+    LAYERS = 2
+
+    def __init__(self, num_features: int, num_factors: int, factor_dim: int, alpha: float) -> None:
+        super().__init__()
+        width = num_factors * factor_dim
+        self.shape, self.alpha = (num_factors, factor_dim), alpha
+        self.linear = nn.Linear(num_features, width)
+        self.output = nn.Linear(width, width)
+
+    def first(self, x_NF: Features) -> Tensor:
+        """[N, K, C]"""
+        return project_rows(x_NF, self.linear, 0.0, False).view(-1, *self.shape)
+
+    def after(self, smoothed_TKC: Tensor, own_TKC: Tensor, layer: int) -> Tensor:
+        """From Â h and h of the same nodes."""
+        rows = F.elu(((1 - self.alpha) * smoothed_TKC + self.alpha * own_TKC).flatten(1))
+        rows = self.output(rows) if layer == 1 else rows
+        factors = rows.view(-1, *self.shape)
+        return factors if layer == 1 else normalize_factors(factors)
+
+    def forward(self, x_NF: Features, edges: EdgeList, hops: Hops | None = None) -> Tensor:
+        """Of all nodes, or with `hops` of the seeds."""
+        out = self.first(x_NF)
+        for layer in range(1, self.LAYERS + 1):
+            near, rows = edges, slice(None)
+            if hops is not None:
+                near, rows = hops.within(edges, self.LAYERS - layer)
+            degree = None if near.degree is None else near.degree[: out.shape[0]] + 1
+            targets = None if hops is None else rows
+            out = self.after(gcn_smooth(out, near, degree, targets), out[rows], layer)
+        return out
+
+
+# Length of an edge factor, of the mean linear factor's of the node: they help where edges tell
+# classes, and at this length cost little where they do not.
+_EDGE_LENGTH = 2 / 3
+
+
+def beside(linear_NKC: Tensor, edges_NKC: Tensor) -> Tensor:
+    """Linear factors and unit edge factors as one embedding, [N, K, C] (§4.6)."""
+    length = torch.linalg.vector_norm(linear_NKC.flatten(1), dim=1) / linear_NKC.shape[1] ** 0.5
+    return torch.cat([linear_NKC, _EDGE_LENGTH * length.view(-1, 1, 1) * edges_NKC], dim=1)
 
 
 class Encoder(nn.Module):
@@ -46,7 +102,7 @@ class Encoder(nn.Module):
         h⁰ = per-factor unit rows of the projection,   h ← (1-α)·P(h) + α·h⁰
 
     P is a routing layer (with teleport: its output per factor of unit length), or one GCN
-    smoothing.
+    smoothing. The last `cfg.edge_factors` of the K factors are made by `EdgeFactors` instead.
     """
 
     reach: Tensor
@@ -64,10 +120,17 @@ class Encoder(nn.Module):
                 "the encoder needs a width, layers and a teleport: fit_to_graph finds them"
             )
         self.cfg = cfg
-        width = cfg.num_factors * cfg.factor_dim
+        edge_factors = cfg.edge_factors or 0
+        self.num_linear = cfg.num_factors - edge_factors
+        width = self.num_linear * cfg.factor_dim
         self.linear = nn.Linear(num_features, cfg.hidden or width)
         self.norm = make_norm(norm, self.linear, cfg.dropout, moments)
         self.output = nn.Linear(cfg.hidden, width) if cfg.hidden else None
+        self.edges = (
+            EdgeFactors(num_features, edge_factors, cfg.factor_dim, cfg.teleport)
+            if edge_factors
+            else None
+        )
         self.routing = self._make_routing()
         # Weights alone must show how far they reach where the graph decided it. Bits of a double,
         # since a change of the weights' type must not round it.
@@ -81,6 +144,8 @@ class Encoder(nn.Module):
         layers, alpha = decode_reach(self.reach)
         self.cfg = dataclasses.replace(self.cfg, num_layers=layers, teleport=alpha)
         self.routing = self._make_routing()
+        if self.edges is not None:
+            self.edges.alpha = alpha
 
     def _make_routing(self) -> RoutingConv:
         cfg = self.cfg
@@ -108,6 +173,15 @@ class Encoder(nn.Module):
         return self.cfg.propagation == "gcn" or self.alpha > 0
 
     def project(self, x_NF: Features) -> Tensor:
+        """What the first layer smooths, [N, K, C]: the projected factors, then what the edge
+        factors begin with.
+        """
+        factors = self._project(x_NF)
+        if self.edges is None:
+            return factors
+        return torch.cat([factors, self.edges.first(x_NF)], dim=1)
+
+    def _project(self, x_NF: Features) -> Tensor:
         """dropout -> Linear -> norm [-> ELU -> dropout -> Linear], factor-major [N, K, C]
         (§4.1).
         """
@@ -115,32 +189,48 @@ class Encoder(nn.Module):
         rows: Tensor = self.norm(project_rows(x_NF, self.linear, cfg.dropout, self.training))
         if self.output is not None:
             rows = self.output(dropout(F.elu(rows), cfg.dropout, self.training))
-        factors = rows.view(-1, cfg.num_factors, cfg.factor_dim)
+        factors = rows.view(-1, self.num_linear, cfg.factor_dim)
         return normalize_factors(factors) if self.starts_unit else factors
 
     def layer(
         self,
         x_NKC: Tensor,
         edges: EdgeList,
+        number: int,
         start_TKC: Tensor | None = None,
         targets: slice | None = None,
         is_unit: bool = False,
         degree: Tensor | None = None,
     ) -> Tensor:
-        """One layer: (1-α)·P(x) + α·start [T, K, C]; `start` are the targets' rows of h⁰.
+        """Layer `number`, from 1: (1-α)·P(x) + α·start [T, K, C]; `start` are the targets' rows of
+        h⁰. Edge factors are complete after their two layers and pass the others as they are.
 
         `targets` restricts the result to a range of rows; `edges.dst` then counts from its start.
         `degree` [N] of A + I is for GCN smoothing, as in `gcn_weights`.
         """
-        cfg = self.cfg
-        if cfg.propagation == "gcn":
+        if self.cfg.propagation == "gcn":
             out = gcn_smooth(x_NKC, edges, degree, targets)
         else:
             out = self.routing.route(x_NKC, edges, targets, is_unit)
+        if self.edges is None:
+            return self._mixed(out, start_TKC)
+        cut = self.num_linear
+        own = x_NKC[slice(None) if targets is None else targets, cut:]
+        if number <= self.edges.LAYERS:
+            own = self.edges.after(out[:, cut:], own, number)
+        linear = self._mixed(out[:, :cut], None if start_TKC is None else start_TKC[:, :cut])
+        return self.join(linear, own, number)
+
+    def join(self, linear: Tensor, edges: Tensor, number: int) -> Tensor:
+        """What layer `number` gives of linear and of edge factors."""
+        is_last = number == self.cfg.num_layers
+        return beside(linear, edges) if is_last else torch.cat([linear, edges], dim=1)
+
+    def _mixed(self, out: Tensor, start: Tensor | None) -> Tensor:
         if self.alpha == 0:
             return out
-        assert start_TKC is not None
-        return (1 - self.alpha) * out + self.alpha * start_TKC
+        assert start is not None
+        return (1 - self.alpha) * out + self.alpha * start
 
     def _stored(self, h_NKC: Tensor) -> Tensor:
         """Under autocast the layers' inputs, all that is kept of them for the backward pass, are
@@ -151,27 +241,33 @@ class Encoder(nn.Module):
             return h_NKC
         return h_NKC.to(torch.get_autocast_dtype(device))
 
-    def forward(self, x_NF: Features, edges: EdgeList, hops: Hops | None = None) -> Encoding:
-        """(h, z) of all nodes. With `hops` each layer stops at the nodes from which its output
+    def forward(
+        self, x_NF: Features, edges: EdgeList, hops: Hops | None = None, is_whole: bool = True
+    ) -> Encoding:
+        """(h, z) of all nodes; without the edge factors where not `is_whole`. With `hops` each layer stops at the nodes from which its output
         still reaches a seed (§11.2), so h and z have fewer rows than x: the seeds come first and
         are all there, equal to what the whole subgraph gives.
         """
         cfg = self.cfg
-        start = self.project(x_NF)
+        start = self._project(x_NF)
         if cfg.propagation == "gcn":
             start = start.to(self.linear.weight.dtype)  # sums stay in single precision
             h = propagate(start, edges, self.alpha, cfg.num_layers, hops)
-            return Encoding(h, h)
+            if self.edges is None or not is_whole:
+                return Encoding(h, h)
+            found = self.edges(x_NF, edges, hops).to(h.dtype)
+            h = beside(h, found.detach())
+            return Encoding(h, h, found)
         h_NKC = start = self._stored(start)
         if hops is None:
-            for _ in range(cfg.num_layers):
-                h_NKC = self.layer(h_NKC, edges, start)
+            for number in range(1, cfg.num_layers + 1):
+                h_NKC = self.layer(h_NKC, edges, number, start)
             h_NKC = h_NKC.to(self.linear.weight.dtype)
             return Encoding(h_NKC, gcn_smooth(h_NKC, edges) if cfg.tail else h_NKC)
         reach = cfg.num_layers + cfg.tail
         for number in range(1, cfg.num_layers + 1):
             near, rows = hops.within(edges, reach - number)
-            h_NKC = self.layer(h_NKC, near, start[rows], rows)
+            h_NKC = self.layer(h_NKC, near, number, start[rows], rows)
         h_NKC = h_NKC.to(self.linear.weight.dtype)
         if not cfg.tail:
             return Encoding(h_NKC, h_NKC)
@@ -240,8 +336,40 @@ def start_from_pca(linear: nn.Linear, moments: FeatureMoments, seed: int) -> Non
     width = linear.out_features
     key = keyed.stream(seed, "init", 1)
     directions = principal_directions(moments, width, key)
-    q, r = torch.linalg.qr(_gaussian(keyed.derive(key, 2), width, width))
-    rotation = (q * r.diagonal().sign()).t()[: directions.shape[0]]
+    rotation = _rotation(keyed.derive(key, 2), width)[: directions.shape[0]]
     weight = rotation.t() @ directions
     linear.weight.copy_(weight)
     linear.bias.copy_(-(weight @ moments.mean))
+
+
+def _rotation(key: int, width: int) -> Tensor:
+    """A keyed random rotation, float64 [width, width]."""
+    q, r = torch.linalg.qr(_gaussian(key, width, width))
+    return (q * r.diagonal().sign()).t()
+
+
+_EDGE_GAINS = 2.0, 1.5  # of the two layers: smoothing shrinks what ELU is to bend
+
+
+@torch.no_grad()
+def start_edge_factors(edges: EdgeFactors, moments: FeatureMoments, seed: int) -> None:
+    """W1 as `start_from_pca` has it, scaled so that its channels deviate by the first gain in the
+    mean (root of the mean variance); W2 a keyed rotation times the second, b2 zero.
+    """
+    key = keyed.stream(seed, "init", 2)
+    start_from_pca(edges.linear, moments, key)
+    weight = edges.linear.weight.double()
+    cov, factor = moments.cov, moments.cov_factor
+    if cov is not None:
+        variance = ((weight @ cov.double()) * weight).sum()
+    else:
+        assert factor is not None
+        variance = (factor.double() @ weight.t()).square().sum()
+    spread = (variance / weight.shape[0]).sqrt().clamp_min(1e-12)
+    scale = (_EDGE_GAINS[0] / spread).to(edges.linear.weight.dtype)
+    edges.linear.weight.mul_(scale)
+    edges.linear.bias.mul_(scale)
+    edges.output.weight.copy_(
+        _EDGE_GAINS[1] * _rotation(keyed.derive(key, 1), edges.output.in_features)
+    )
+    edges.output.bias.zero_()

@@ -78,8 +78,8 @@ def encode_share(
     cfg = encoder.cfg
     h = start = _projected(encoder, x, max_floats)
     advance = _layer_of(encoder, topology, rows, start, max_floats)
-    for _ in range(cfg.num_layers):
-        h = advance(share(h))
+    for number in range(1, cfg.num_layers + 1):
+        h = advance(share(h), number)
     z = h
     if cfg.tail and cfg.propagation == "routing":
         z = _smoothed(share(h), topology, rows, max_floats)
@@ -97,9 +97,9 @@ def _projected(encoder: Encoder, x: Features, max_floats: int) -> Tensor:
 
 def _layer_of(
     encoder: Encoder, topology: Topology, rows: slice, start: Tensor, max_floats: int
-) -> Callable[[Tensor], Tensor]:
-    """One layer: all rows of the layer before [N, K, C] -> those of the range; `start` are the
-    range's rows of h⁰.
+) -> Callable[[Tensor, int], Tensor]:
+    """A layer: all rows of the layer before [N, K, C] and its number -> those of the range; `start`
+    are the range's rows of h⁰.
     """
     device, cfg = start.device, encoder.cfg
     if cfg.propagation == "gcn":
@@ -107,18 +107,29 @@ def _layer_of(
         degree = (topology.degrees() + 1).to(device)
         edges = range_edges(topology, rows, device)
         step = RowPropagation(edges, degree, rows, encoder.alpha, start.dtype)
-        return lambda h: step(h, start)
+        if encoder.edges is None:
+            return lambda h, number: step(h, start)
+        cut, nonlinear, begin = encoder.num_linear, encoder.edges, start[:, : encoder.num_linear]
+
+        def both(h: Tensor, number: int) -> Tensor:
+            own = h[rows, cut:]
+            if number <= nonlinear.LAYERS:
+                own = nonlinear.after(gcn_smooth(h[:, cut:], edges, degree, rows), own, number)
+            return encoder.join(step(h[:, :cut], begin), own, number)
+
+        return both
     if use_fused(start, cfg.routing_backend):  # here neither
         edges = range_edges(topology, rows, device)
-        return lambda h: encoder.layer(h, edges, start, rows)
+        return lambda h, number: encoder.layer(h, edges, number, start, rows)
     width = cfg.num_factors * cfg.factor_dim
 
-    def advance(h: Tensor) -> Tensor:
+    def advance(h: Tensor, number: int) -> Tensor:
         unit = normalize_factors(h)
         parts = [
             encoder.layer(
                 unit,
                 range_edges(topology, part, device),
+                number,
                 start[part.start - rows.start : part.stop - rows.start],
                 part,
                 is_unit=True,
@@ -212,7 +223,7 @@ def encode_rows(
         degree = (topology.indptr[gids + 1] - topology.indptr[gids] + 1).to(weight.device)
         if stage <= cfg.num_layers:
             start = factors(read_start(torch.arange(part.start, part.stop))) if read_start else None
-            out = encoder.layer(h, edges, start, targets, degree=degree)
+            out = encoder.layer(h, edges, stage, start, targets, degree=degree)
         else:
             out = gcn_smooth(h, edges, degree, targets)
         yield out.flatten(1).float().cpu()

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.config import Config, ModelConfig
-from cimage_dist.nn.encoder import Encoder, decode_reach, start_from_pca
+from cimage_dist.nn.encoder import Encoder, decode_reach, start_edge_factors, start_from_pca
 from cimage_dist.nn.projection import dropout
+from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops, View
 
 
@@ -84,19 +85,27 @@ class _PairProducts(torch.autograd.Function):
 
 class StructureDecoder(nn.Module):
     """logit(u, v) = MLP(z_u ⊙ z_v) (§5.2): every layer but the last is dropout -> Linear -> ReLU,
-    the last is Linear to 1.
+    the last is Linear to 1. Where the encoder has edge factors, it reads these alone, scaled
+    to the length √C so that the products are not tiny.
     """
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        width = cfg.num_factors * cfg.factor_dim
+        self.width = width = (cfg.edge_factors or cfg.num_factors) * cfg.factor_dim
+        self.edge_factors = cfg.edge_factors
         sizes = [width] + [cfg.structure_hidden] * (cfg.structure_layers - 1) + [1]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.dropout = cfg.structure_dropout
 
     def forward(self, z: Tensor, pairs: Tensor) -> Tensor:
-        """z [N, ...] flattened per node, pairs int64 [n, 2] -> logits [n]."""
-        x = cast(Tensor, _PairProducts.apply(z.flatten(1), pairs))
+        """z [N, ...] flattened per node, of which the last columns count; pairs int64 [n, 2] ->
+        logits [n].
+        """
+        z = z.flatten(1)[:, -self.width :]
+        if self.edge_factors:
+            factors = z.unflatten(1, (self.edge_factors, -1))
+            z = normalize_factors(factors).flatten(1) * factors.shape[2] ** 0.5
+        x = cast(Tensor, _PairProducts.apply(z, pairs))
         for layer in self.layers[:-1]:
             x = torch.relu(layer(dropout(x, self.dropout, self.training)))
         return cast(Tensor, self.layers[-1](x)).squeeze(-1)
@@ -106,7 +115,8 @@ class ModelOutput(NamedTuple):
     """h, z [N, K, C] (with `hops`: of the seeds and perhaps more) as in Encoding; logits [p] of the
     pairs; predicted [n, K, C] factors of the nodes asked for, or None.
 
-    logits is None without an edge decoder. second [n, K, C]: rows `nodes` of the second view.
+    logits is None without an edge decoder. second [n, K', C]: the linear factors, which come
+    first, of the rows `nodes` of the second view.
     """
 
     h: Tensor
@@ -160,14 +170,17 @@ class CimageModel(nn.Module):
 
         `second`, where given, is encoded in the same call, so that DDP sees one forward pass.
         """
-        h, z = self.encoder(x, edges, hops)
+        h, z, found = self.encoder(x, edges, hops)
         predicted = None
         if self.factors is not None and nodes is not None and visible_K is not None:
             predicted = self.factors(rows_of(z, nodes), visible_K)
-        logits = None if self.structure is None else self.structure(z, pairs)
+        logits = (
+            None if self.structure is None else self.structure(z if found is None else found, pairs)
+        )
         other = None
         if second is not None:
-            other = rows_of(self.encoder(second.x, second.edges, second.hops).z, second.nodes)
+            seen = self.encoder(second.x, second.edges, second.hops, is_whole=False)
+            other = rows_of(seen.z, second.nodes)
         return ModelOutput(h, z, logits, predicted, other)
 
 
@@ -184,6 +197,8 @@ def build_model(
         if moments is None:
             raise ValueError("model.init=pca needs the feature moments of the graph")
         start_from_pca(model.encoder.linear, moments, cfg.run.seed)
+        if model.encoder.edges is not None:
+            start_edge_factors(model.encoder.edges, moments, cfg.run.seed)
     return model
 
 
@@ -193,9 +208,16 @@ def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
     width = weights["encoder.output.weight" if cfg.model.hidden else "encoder.linear.weight"].shape[
         0
     ]
+    nonlinear = weights.get("encoder.edges.output.bias")
+    width += 0 if nonlinear is None else nonlinear.numel()
+    factor_dim = width // cfg.model.num_factors
     layers, alpha = decode_reach(weights["encoder.reach"])
     used = replace(
-        cfg.model, factor_dim=width // cfg.model.num_factors, num_layers=layers, teleport=alpha
+        cfg.model,
+        factor_dim=factor_dim,
+        num_layers=layers,
+        teleport=alpha,
+        edge_factors=0 if nonlinear is None else nonlinear.numel() // factor_dim,
     )
     cfg = replace(cfg, model=used)
     moments = None

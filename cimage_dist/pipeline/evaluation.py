@@ -267,9 +267,14 @@ def control_rows(
     del matrix
     matrix = principal_components(graph.features() if best is None else best, width)
     yield "pca", matrix, {"width": matrix.shape[1], "of": choice.best}
-    encoder = stages.untrained_model(cfg, graph, used).encoder
+    yield "untrained", untrained_rows(cfg, graph, topology, used), {"width": width}
+
+
+def untrained_rows(cfg: Config, graph: Graph, topology: Topology, used: ModelConfig) -> Tensor:
+    """The embedding [N, D] by the encoder as it is before training."""
+    x, encoder = graph.rows(), stages.untrained_model(cfg, graph, used).encoder
     settle(encoder.norm, encoder.linear, x)
-    yield "untrained", embed_graph(encoder, x, topology), {"width": width}
+    return embed_graph(encoder, x, topology)
 
 
 def best_controls(controls: dict[str, dict[str, Any]], width: int) -> dict[str, str | None]:

@@ -49,7 +49,8 @@ def make_plan(cfg: Config, memory_gb: float | None = None) -> dict[str, Any]:
     """
     size = graph_size(cfg.data)
     edges = training_edges(size, cfg.data)
-    model = cfg.model.sized(size.features, size.nodes, edges, len(cfg.sampler.fanouts))
+    hops, has_edge_loss = len(cfg.sampler.fanouts), cfg.loss.structure_weight > 0
+    model = cfg.model.sized(size.features, size.nodes, edges, hops, has_edge_loss)
     if model.teleport is None:
         model = replace(model, teleport=FALLBACK)  # what it will be makes no difference to a plan
     cfg = replace(cfg, model=model, data=cfg.data.settled(size.classes > 0, size.edges // 2))

@@ -52,7 +52,7 @@ class FullEmbedder:
         self.x, self.topology = x, topology
 
     def __call__(self, encoder: Encoder, gids: Tensor, step: int) -> Encoding:
-        h, z = encode_graph(encoder, self.x, self.topology)
+        h, z, _ = encode_graph(encoder, self.x, self.topology)
         at = gids.to(h.device)
         return Encoding(h[at], z[at])
 
@@ -95,7 +95,7 @@ class SampledEmbedder:
     def _chunk(self, encoder: Encoder, gids: np.ndarray, key: int) -> Encoding:
         view = self.sampler.sample(gids, key, features=self.features).to(self.device)
         x = placed(view.x, self.device, encoder.linear.weight.dtype)
-        h, z = encoder(x, view.edges, view.hops)
+        h, z, _ = encoder(x, view.edges, view.hops)
         return Encoding(h[view.nodes], z[view.nodes])
 
 
@@ -198,7 +198,7 @@ class Refresher:
         """
         cfg, comm = self.cfg, self.comm
         began = time.perf_counter()
-        h, z = self.embedder(encoder, self.gids, step)
+        h, z, _ = self.embedder(encoder, self.gids, step)
         h, z = h.cpu(), z.cpu()
         bad = int(comm.sum((~torch.isfinite(h)).sum() + (~torch.isfinite(z)).sum()))
         if bad:

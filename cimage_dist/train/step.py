@@ -231,7 +231,8 @@ def loss_terms(
 def _redundancy_share(out: ModelOutput, batch: Batch, cfg: Config, comm: Comm) -> Tensor:
     """Over all nodes, or over the endpoints of the positives, each as often as it is one."""
     assert out.second is not None
-    za, zb = rows_of(out.z, batch.nodes).flatten(1), out.second.flatten(1)
+    zb = out.second.flatten(1)
+    za = rows_of(out.z, batch.nodes).flatten(1)[:, : zb.shape[1]]
     mu = cfg.loss.redundancy_decorrelation
     return redundancy_loss(za, zb, mu=mu, weight=batch.node_weight, comm=comm)
 

@@ -198,7 +198,11 @@ def _powers(
 def fit_to_graph(cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> Config:
     """Collective: the config with width, layers and teleport as they are used on this graph."""
     model = cfg.model.sized(
-        graph.num_features, topology.num_nodes, topology.num_edges, len(cfg.sampler.fanouts)
+        graph.num_features,
+        topology.num_nodes,
+        topology.num_edges,
+        len(cfg.sampler.fanouts),
+        cfg.loss.structure_weight > 0,
     )
     if model.teleport is None:
         # Rank 0's word counts: sums may round differently elsewhere.

@@ -114,7 +114,7 @@ class Trainer:
             )
         optim = cfg.optim
         self.optimizer = Adam(
-            self.model.parameters(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True
+            self._groups(), lr=optim.lr_max, weight_decay=optim.weight_decay, fused=True
         )
         per_epoch, passes = self.batches.steps_per_epoch, optim.schedule_epochs
         self.total_batches = cfg.total_batches(per_epoch)
@@ -126,6 +126,16 @@ class Trainer:
         self.step = 0
         self.best_score = -math.inf
         self.best_step = 0
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameters with their rates: the edge factors and their decoder learn faster."""
+        model, edges = self.model, self.model.encoder.edges
+        if edges is None or model.structure is None:
+            return [{"params": list(model.parameters())}]
+        fast = [*edges.parameters(), *model.structure.parameters()]
+        known = {id(weight) for weight in fast}
+        slow = [weight for weight in model.parameters() if id(weight) not in known]
+        return [{"params": slow}, {"params": fast, "lr": self.cfg.optim.edge_lr}]
 
     def _data(self) -> tuple[Batches, Embedder, Features]:
         """Batches, the embedder, and the features [n, F] that batch normalisation settles on."""

@@ -144,7 +144,7 @@ def test_seeds_do_not_notice_that_layers_stop_early(
     encoder = trainer.model.encoder
     found = []
     for hops in (None, batch.hops):
-        h, z = encoder(batch.x, batch.edges, hops)
+        h, z, _ = encoder(batch.x, batch.edges, hops)
         encoder.zero_grad()
         z[seeds].square().sum().backward()
         found.append((h[seeds].detach(), z[seeds].detach(), encoder.linear.weight.grad.clone()))

@@ -179,7 +179,7 @@ class Poisoned(FixedEmbedder):
     bad: dict[int, float]
 
     def __call__(self, encoder: Encoder, gids: torch.Tensor, step: int) -> Encoding:
-        h, z = super().__call__(encoder, gids, step)
+        h, z, _ = super().__call__(encoder, gids, step)
         if step in self.bad:
             h = h.clone()
             h[7, 0, 0] = self.bad[step]

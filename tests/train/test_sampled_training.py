@@ -81,7 +81,7 @@ def seed_output(trainer: Trainer, batch: Batch) -> tuple[torch.Tensor, torch.Ten
     assert isinstance(trainer.batches, SampledBatches)
     step = trainer.batches.convert(batch, 0)
     with torch.no_grad():
-        h, z = trainer.model.encoder.eval()(step.x, step.edges)
+        h, z, _ = trainer.model.encoder.eval()(step.x, step.edges)
     seeds = batch.pairs.unique()
     assert batch.gids is not None
     return batch.gids[seeds], h[seeds], z[seeds]
