@@ -240,7 +240,7 @@ def fingerprint(cfg: Config) -> str:
         del tree["train"]["steps"]
     if cfg.data.holdout_edges == "auto":  # the graph decides: none wherever it has labels
         tree["data"]["holdout_edges"] = "none"
-    if not (cfg.model.edge_factors or cfg.model.edge_factors is None and _may_have_edges(cfg)):
+    if not (cfg.model.edge_factors or (cfg.model.edge_factors is None and _may_have_edges(cfg))):
         del tree["model"]["edge_factors"], tree["optim"]["edge_lr"]
     labels = cfg.cluster.labels_path
     if labels is not None:
