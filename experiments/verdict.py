@@ -144,6 +144,8 @@ def _against_controls(table: Table, results: Path) -> str:
 
 
 def summary(found: Mapping[str, Gain]) -> str:
+    if not found:
+        return "no graph has results yet"
     means = [gain.gap.mean for gain in found.values()]
     lowest = min(found, key=lambda d: found[d].gap.mean)
     return (
