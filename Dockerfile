@@ -1,11 +1,13 @@
 # syntax=docker/dockerfile:1
-# One image for laptop, `ray job submit` and Kubernetes. Its tag says what is inside; k8s/ expects these two:
+# One image for laptop, `ray job submit` and Kubernetes. Its tag says what is inside; k8s/ expects
+# these two:
 #   docker build -t cimage-dist:0.1.0-ray2.60.0-cpu .
 #   docker build -t cimage-dist:0.1.0-ray2.60.0-cu130 --build-arg VARIANT=cu130 .
 # The steps are in launch/install.sh, so that they can be run and tested without Docker.
 
 FROM python:3.11.14-slim-bookworm AS build
-# cpu, or a CUDA build of torch. The CUDA wheels bring their own libraries: the node needs only its driver.
+# cpu, or a CUDA build of torch. The CUDA wheels bring their own libraries: the node needs only its
+# driver.
 ARG VARIANT=cpu
 # Where torch and pyg-lib come from; override for mirrors.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${VARIANT}
@@ -34,7 +36,8 @@ ENV PATH=/opt/cimage/bin:$PATH \
     NUMBA_CACHE_DIR=/tmp/numba \
     RAY_USAGE_STATS_ENABLED=0 \
     HOME=/home/cimage
-# A fixed number, so that `runAsNonRoot` can be checked and files on shared storage keep their owner.
+# A fixed number, so that `runAsNonRoot` can be checked and files on shared storage keep their
+# owner.
 RUN groupadd --gid 1000 cimage \
     && useradd --uid 1000 --gid 1000 --create-home cimage \
     && install --directory --owner=1000 --group=1000 /app /app/data /app/runs

@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 LIGHT := $(VENV)/.installed-light
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
-# The default tests run in this many processes, a file at a time; the slow ones start clusters and run alone.
+# The default tests run in this many processes, a file at a time; the slow ones start clusters and
+# run alone.
 TEST_PROCESSES ?= 2
 # Processes with a thread for every core wait for each other more than they compute.
 TEST_THREADS ?= 1
@@ -43,7 +44,8 @@ demo: $(LIGHT)
 	$(BIN)/cimage evaluate configs/demo.yaml
 
 test: $(STAMP)
-	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest \
+	  -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

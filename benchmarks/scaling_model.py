@@ -1,13 +1,13 @@
 """An alpha-beta model of a training step on many GPUs: what 8 to 1,024 of them would reach on
 papers100M.
 
-    python benchmarks/scaling_model.py measure   constants of this machine into
-    benchmarks/results/scaling_constants.json python benchmarks/scaling_model.py           print the
-    assumptions and the tables python benchmarks/scaling_model.py render    the same into
-    docs/SCALING.md
+    python benchmarks/scaling_model.py            print the assumptions and the tables
+    python benchmarks/scaling_model.py render     the same into docs/SCALING.md
+    python benchmarks/scaling_model.py measure    constants of this machine into
+                                                  benchmarks/results/scaling_constants.json
 
-What a step computes, keeps and sends is counted from the code (`cimage_dist/plan`); how fast it
-goes is measured where this machine can tell (sampling, reading rows, the CPU parts of a refresh)
+What a step computes, keeps and sends is counted from the code (`cimage_dist/planning`); how fast it
+goes is measured where this machine can show (sampling, reading rows, the CPU parts of a refresh)
 and assumed where it cannot (the GPU and the network).
 """
 
@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,10 +230,14 @@ class Model:
         return parts
 
 
+def fill(text: str) -> str:
+    return textwrap.fill(text, 100, break_on_hyphens=False)
+
+
 def table(model: Model, on: Hardware, title: str, share_of: Any) -> str:
     names = ["sampling", "reading", "transfer", "GPU", "reduction", "agreement", "refresh", "step"]
     lines = [
-        f"**{title}, {on.name}**; ms per step",
+        fill(f"**{title}, {on.name}**; ms per step"),
         "",
         "| GPUs | edges per GPU | "
         + " | ".join(names)
@@ -267,10 +272,12 @@ def tables(constants: dict[str, Any]) -> str:
     sent = ", ".join(f"{call.operation} {call.size:,} B {call.dtype}" for call in sorted(step.step))
     return "\n".join(
         [
-            f"Counted from the code: {step.parameters:,} parameters; each step {sent}; "
-            f"{len(step.refresh)} collectives in a refresh.",
+            fill(
+                f"Counted from the code: {step.parameters:,} parameters; each step {sent}; "
+                f"{len(step.refresh)} collectives in a refresh."
+            ),
             "",
-            f"Measured ({constants['machine']}; `{constants['command']}`):",
+            fill(f"Measured ({constants['machine']}; `{constants['command']}`):"),
             "",
             "| constant | value |",
             "|--|--:|",

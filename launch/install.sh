@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# The install steps of the image, one per layer; the Dockerfile calls them, and they run as well in any virtual environment:
+# The install steps of the image, one per layer; the Dockerfile calls them, and they run as well in
+# any virtual environment:
 #   VARIANT=cpu launch/install.sh torch dependencies package check
-# VARIANT: cpu, or a CUDA build of torch such as cu130 (with pyg-lib, the fastest neighbour sampler).
-# TORCH_INDEX, PYG_INDEX: other places to find those wheels; set but empty, the default package index is used. PyG's page is made for one
-# torch version, and lists the pyg-lib built for it; PYG_LIB pins it further, e.g. pyg-lib==0.7.0+pt212cu130.
+# VARIANT: cpu, or a CUDA build of torch such as cu130 (with pyg-lib, the fastest neighbour
+# sampler).
+# TORCH_INDEX, PYG_INDEX: other places to find those wheels; set but empty, the default package
+# index is used. PyG's page is made for one torch version, and lists the pyg-lib built for it;
+# PYG_LIB pins it further, e.g. pyg-lib==0.7.0+pt212cu130.
 # PYTHON: the interpreter to install for.
 set -euo pipefail
 
@@ -28,7 +31,8 @@ torch() {
   fi
 }
 
-# What pyproject.toml asks for, at the versions of constraints.txt, before the code: a change of code leaves this layer alone.
+# What pyproject.toml asks for, at the versions of constraints.txt, before the code: a change of
+# code leaves this layer alone.
 dependencies() {
   local wanted
   wanted=$(mktemp)
@@ -52,7 +56,8 @@ PY
 
 package() { pip_install --no-deps "$here"; }
 
-# The tools the manifests call, from a folder without the sources: nothing may depend on the checkout.
+# The tools the manifests call, from a folder without the sources: nothing may depend on the
+# checkout.
 check() {
   "$PYTHON" -m pip check
   local bin

@@ -3,10 +3,11 @@
 #   launch/local_cluster.sh start [--nodes N] [--cpus-per-node N] [--storage DIR] [--dashboard-host HOST] [--dashboard-port PORT]
 #   eval "$(launch/local_cluster.sh env)"     # address and token file for cimage submit, cimage jobs, ray job
 #   launch/local_cluster.sh status | stop
-# Token authentication is on, the dashboard listens on 127.0.0.1 unless --dashboard-host says otherwise (Ray's other ports listen on the
-# machine's address, behind the token), ports are free ones. All its files are in one folder (CIMAGE_CLUSTER_DIR or --dir, default
-# /tmp/cimage-ray-<uid>; keep it short, Ray's sockets lie below), and only processes started by this script are ever ended: other Ray
-# instances are not touched.
+# Token authentication is on, the dashboard listens on 127.0.0.1 unless --dashboard-host says
+# otherwise (Ray's other ports listen on the machine's address, behind the token), ports are free
+# ones. All its files are in one folder (CIMAGE_CLUSTER_DIR or --dir, default /tmp/cimage-ray-<uid>;
+# keep it short, Ray's sockets lie below), and only processes started by this script are ever ended:
+# other Ray instances are not touched.
 set -euo pipefail
 
 usage() { sed -n '2,5p' "$0" | cut -c3-; }
@@ -81,7 +82,8 @@ agent_ports() {
   echo "--dashboard-agent-listen-port=$1 --dashboard-agent-grpc-port=$2 --metrics-export-port=$3 --runtime-env-agent-port=$4"
 }
 
-# How many nodes are alive, asked from the dashboard. The token is read from its file: arguments can be seen by everybody.
+# How many nodes are alive, asked from the dashboard. The token is read from its file: arguments can
+# be seen by everybody.
 alive_nodes() {
   "$python" - "$dir" <<'PY'
 import json, pathlib, sys, urllib.request
@@ -97,8 +99,9 @@ except (OSError, KeyError, ValueError):
 PY
 }
 
-# start_node NAME COUNT ray-start-arguments...: in a session of its own, so that all its processes can be told from others, until COUNT
-# nodes are alive. Ray gives a node's agents 15 s to come up, which a busy machine can exceed: three tries.
+# start_node NAME COUNT ray-start-arguments...: in a session of its own, so that all its processes
+# can be distinguished from others, until COUNT nodes are alive. Ray gives a node's agents 15 s to
+# come up, which a busy machine can exceed: three tries.
 start_node() {
   local name=$1 count=$2 attempt pid
   shift 2

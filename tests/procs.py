@@ -22,7 +22,7 @@ PATIENCE_S = 600.0  # against a hang only: no test may fail because its machine 
 
 
 def wait_for_children(before: Iterable[multiprocessing.process.BaseProcess]) -> None:
-    """Until this process has no children but those of `before`: one that was told to end may be
+    """Until this process has no children but those of `before`: one that was asked to end may be
     there for a while.
     """
     deadline = time.monotonic() + PATIENCE_S

@@ -197,7 +197,7 @@ def test_settings_as_keywords(cfg: Config) -> None:
         ({"fanouts": object()}, "fanouts"),
     ):
         with pytest.raises(UserError, match=words):
-            Pretrainer(**settings)  # type: ignore[arg-type]
+            Pretrainer(**settings)
 
 
 def test_habits_of_scikit_learn(cfg: Config, small_sbm: Graph) -> None:
@@ -370,11 +370,11 @@ BAD = {
 def test_evaluate_refuses(kind: str, cfg: Config, small_sbm: Graph) -> None:
     z, words = BAD[kind]
     with pytest.raises(UserError, match=words):
-        evaluate(z, small_sbm, cfg)  # type: ignore[arg-type]
+        evaluate(z, small_sbm, cfg)
 
 
 def test_evaluate_options(cfg: Config, small_sbm: Graph) -> None:
-    z = torch.nn.functional.one_hot(small_sbm.labels()).double()  # type: ignore[arg-type]
+    z = torch.nn.functional.one_hot(small_sbm.labels()).double()
     scores = evaluate(z.half(), small_sbm, cfg)
     assert scores["cluster"]["acc"] == scores["cluster"]["nmi"] == pytest.approx(100)
     assert "cluster" not in evaluate(z, small_sbm, cfg, tasks=["node"]) and "node" not in evaluate(

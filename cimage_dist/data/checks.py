@@ -151,7 +151,7 @@ class FeatureScale:
         warnings = [f"{where}: {lost}."] if self.vanished > 0 else []
         if self.is_constant and self.rows > 1:
             warnings.append(
-                f"{where}: all rows are the same, so they do not tell nodes apart. Check the file "
+                f"{where}: all rows are the same, so they do not distinguish nodes. Check the file "
                 "and data.normalize, or choose features made from the graph (data.features)."
             )
         if empty.size:

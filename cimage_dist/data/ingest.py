@@ -206,9 +206,8 @@ def _is_store(path: Path) -> bool:
 
 def _remove_leftovers(folder: Path, name: str) -> None:
     """Temporary folders of killed ingests of this name, whatever their options were."""
-    pattern = re.compile(
-        rf"{re.escape(artifacts.TMP_PREFIX)}(?:old-)?({re.escape(name)}-[0-9a-f]{{8}})-[0-9a-f]{{8}}"
-    )
+    prefix, store = re.escape(artifacts.TMP_PREFIX), rf"{re.escape(name)}-[0-9a-f]{{8}}"
+    pattern = re.compile(rf"{prefix}(?:old-)?({store})-[0-9a-f]{{8}}")
     for path in list(folder.iterdir()):
         if match := pattern.fullmatch(path.name):
             artifacts.remove_leftovers(folder, match[1])

@@ -119,7 +119,7 @@ def check_storage(place: str) -> None:
     run_root = Path(place).absolute()
     if "runtime_resources" in run_root.parts:
         raise UserError(
-            f"The run directory {run_root} lies in the job's copy of the working directory, "
+            f"The run directory {run_root} is in the job's copy of the working directory, "
             f"which Ray deletes. {ADVICE}"
         )
     probe = run_root / f".storage-check-{secrets.token_hex(8)}"

@@ -169,11 +169,9 @@ def make_validator(
     if pool is None:
         raise UserError(
             f"The node split of graph {graph.name!r} has too few labelled training and "
-            "validation nodes to validate on "
-            "(at least two of one class). Set train.validate_every=0 and train.select=last, or "
-            "another data.split."
+            "validation nodes to validate on (at least two of one class). Set "
+            "train.validate_every=0 and train.select=last, or another data.split."
         )
-
     pooled = pool.nodes[(pool.nodes >= own.start) & (pool.nodes < own.stop)] - own.start
 
     def validate_nodes(model: CimageModel) -> dict[str, float]:

@@ -9,7 +9,7 @@ same for every embedding.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.config import EvalConfig
+from cimage_dist.data.splits import few_label_split
 from cimage_dist.errors import UserError
 from cimage_dist.eval.probe import linear_probe, make_pool, pool_score
 from cimage_dist.pseudo import ari, cluster_scores, contingency, hard_modularity
@@ -132,9 +133,6 @@ def score_clustering(
     return {**scores, "modularity": hard_modularity(labels.to(topology.indices.device), topology)}
 
 
-FewSplit = Callable[[int, int], NodeSplit]
-
-
 def score_embedding(
     z: Tensor,
     y: Tensor | None,
@@ -144,14 +142,13 @@ def score_embedding(
     seed: int,
     tasks: Sequence[str] = ("node", "cluster"),
     num_clusters: int | None = None,
-    few_split: FewSplit | None = None,
 ) -> dict[str, Any]:
     """Linear probe, few-label probe and clustering of z [N, D] in percent (§9.6, §9.1); a score
     that cannot be computed is None with a reason. Without labels its shape too (§9.8).
 
     y int64 [N] with -1 for unknown. `num_clusters` defaults to the number of classes that occur.
-    `few_split(per_class, split_seed)` defaults to the few-label split of the graph layer; its split
-    seeds are 0, 1, ..., whatever `seed` is, so that all runs and controls meet the same splits.
+    The splits with few labels have the seeds 0, 1, ..., whatever `seed` is, so that all runs and
+    controls meet the same.
     """
     unknown = set(tasks) - {"node", "cluster"}
     if unknown:
@@ -176,7 +173,7 @@ def score_embedding(
     if "node" in tasks:
         scores |= _node_scores(z, y, split, cfg, seed)
         if y is not None and cfg.few_labels:
-            scores["few_labels"] = _few_label_scores(z, y, cfg, seed, few_split)
+            scores["few_labels"] = _few_label_scores(z, y, cfg, seed)
     if "cluster" in tasks:
         scores |= _cluster_scores(z, y, topology, cfg, seed, num_clusters)
         if y is None:
@@ -194,10 +191,8 @@ def _node_scores(
     if y is None:
         return {"node": None, "node_reason": "the graph has no labels"}
     if split is None:
-        return {
-            "node": None,
-            "node_reason": "the graph has no split into training, validation and test nodes",
-        }
+        reason = "the graph has no split into training, validation and test nodes"
+        return {"node": None, "node_reason": reason}
     if not bool((y[split.train.to(y.device)] >= 0).any()):
         return {"node": None, "node_reason": "no training node has a label"}
     result = linear_probe(z, y, split, cfg, seed, num_classes=1 + int(y.max()))
@@ -208,39 +203,25 @@ def _node_scores(
     return {"node": {"val": result.val, "test": result.test, **pooled, "strength": result.strength}}
 
 
-def _few_label_scores(
-    z: Tensor, y: Tensor, cfg: EvalConfig, seed: int, few_split: FewSplit | None
-) -> dict[str, Any]:
+def _few_label_scores(z: Tensor, y: Tensor, cfg: EvalConfig, seed: int) -> dict[str, Any]:
     """{"2": {"mean", "std", "scores"}, ...}: test accuracies with few labels per class; population
     std over the split seeds.
     """
-    if few_split is None:
-        from cimage_dist.data.splits import few_label_split
-
-        def few_split(per_class: int, split_seed: int) -> NodeSplit:
-            return few_label_split(y, per_class, split_seed)
-
     table: dict[str, Any] = {}
     for per_class in cfg.few_labels:
+        found: dict[str, Any] = {"mean": None, "std": None, "scores": []}
         try:
-            splits = [
-                few_split(per_class, split_seed) for split_seed in range(cfg.few_label_splits)
-            ]
+            splits = [few_label_split(y, per_class, i) for i in range(cfg.few_label_splits)]
         except UserError as error:
             # One class with too few nodes must not cost the other scores.
-            table[str(per_class)] = {"mean": None, "std": None, "scores": [], "reason": str(error)}
+            table[str(per_class)] = found | {"reason": str(error)}
             continue
-        tests = [
-            linear_probe(z, y, split, cfg, seed, num_classes=1 + int(y.max())).test
-            for split in splits
-        ]
-        accuracies = [test for test in tests if test is not None]
-        mean, std = (
-            (statistics.fmean(accuracies), statistics.pstdev(accuracies))
-            if accuracies
-            else (None, None)
-        )
-        table[str(per_class)] = {"mean": mean, "std": std, "scores": accuracies}
+        num_classes = 1 + int(y.max())
+        probes = (linear_probe(z, y, split, cfg, seed, num_classes) for split in splits)
+        if scores := [probe.test for probe in probes if probe.test is not None]:
+            mean, std = statistics.fmean(scores), statistics.pstdev(scores)
+            found = {"mean": mean, "std": std, "scores": scores}
+        table[str(per_class)] = found
     return table
 
 
@@ -252,11 +233,9 @@ def _cluster_scores(
     seed: int,
     num_clusters: int | None,
 ) -> dict[str, Any]:
-    if num_clusters is None:
-        if y is None:
-            return {
-                "cluster": None,
-                "cluster_reason": "the graph has no labels, so the number of clusters is unknown",
-            }
+    if num_clusters is None and y is not None:
         num_clusters = int(y[y >= 0].unique().numel())
+    if num_clusters is None:
+        reason = "the graph has no labels, so the number of clusters is unknown"
+        return {"cluster": None, "cluster_reason": reason}
     return {"cluster": score_clustering(z, y, num_clusters, topology, seed, cfg.kmeans_restarts)}

@@ -229,7 +229,7 @@ def damaged_file(
 
 
 def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
-    """A failure is an OSError like that of any other file: the writer, which is not Python, tells
+    """A failure is an OSError like that of any other file: the writer, which is not Python, reports
     the system's number in its text only.
     """
     from safetensors import SafetensorError

@@ -201,7 +201,9 @@ def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-d
 
 
 @_jit
-def _select_rows(graph, targets, fanout, bound, draws, keys, hidden, entry):  # type: ignore[no-untyped-def]
+def _select_rows(  # type: ignore[no-untyped-def]
+    graph, targets, fanout, bound, draws, keys, hidden, entry
+):
     kept, visible = np.empty(len(targets), np.int64), np.empty(len(targets), np.float64)
     short, best = np.empty(bound, np.int64), np.empty(max(fanout, 0), np.int64)
     written = 0

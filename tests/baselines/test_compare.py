@@ -230,7 +230,7 @@ def test_a_method_sees_no_test_label_and_no_held_out_edge(cfg):
 
 
 def test_features_raw_or_as_stored(cfg, tmp_path):
-    """Methods get raw rows where they can be had; a scaled store is told about."""
+    """Methods get raw rows where they can be had; a scaled store is reported."""
     scaled = open_graph(cfg.data)
     _, ours, make_raw = comparing._open(cfg, cfg)
     raw, is_raw = make_raw()

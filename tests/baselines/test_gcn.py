@@ -116,7 +116,7 @@ def test_no_other_module_than_the_methods_and_what_they_share() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_file(method: str) -> None:
-    """Overrides name known keys, values tell their origin, published figures are in percent."""
+    """Overrides name known keys, values name their origin, published figures are in percent."""
     text = resources.files("cimage_dist.baselines").joinpath(f"{method}.yaml").read_text()
     content = yaml.safe_load(text)
     assert set(content) == {"default", "datasets", "published"}

@@ -29,7 +29,7 @@ def made_up(gram: torch.Tensor, cross: torch.Tensor, **changes: object) -> HsicS
         repeats=3,
         coverage=gram.diagonal().clone(),
     )
-    return replace(stats, **changes)  # type: ignore[arg-type]
+    return replace(stats, **changes)
 
 
 def before(num_factors: int = 16) -> CIScores:
@@ -174,7 +174,7 @@ def test_hopeless_weights_fall_back_to_the_most_dependent_factors(lam: float | s
     anything, no penalty does.
     """
     cross = torch.linspace(0.1, 0.2, 10) if lam != "auto" else -torch.linspace(0.2, 0.1, 10)
-    scores = choose_partition(made_up(torch.eye(10), cross), 10, lam=lam)  # type: ignore[arg-type]
+    scores = choose_partition(made_up(torch.eye(10), cross), 10, lam=lam)
     assert scores.status == "fallback-top-b" and scores.in_context.nonzero().flatten().tolist() == [
         7,
         8,
@@ -260,4 +260,4 @@ def test_bad_arguments_are_explained() -> None:
         {"num_factors": 3},
     ):
         with pytest.raises(UserError):
-            choose_partition(stats, **{"num_factors": 4} | arguments)  # type: ignore[arg-type]
+            choose_partition(stats, **{"num_factors": 4} | arguments)

@@ -104,7 +104,7 @@ def test_small_bank_gives_a_subset_and_is_stratified() -> None:
 
 
 def test_doubtful_rows_are_decided_in_double_precision() -> None:
-    """Cosines within 1e-12 of the threshold, on both sides: float32 cannot tell them apart."""
+    """Cosines within 1e-12 of the threshold, on both sides: float32 cannot distinguish them."""
     angle = torch.acos(torch.tensor([0.99 + 1e-12, 0.99 - 1e-12], dtype=torch.float64))
     z = torch.stack(
         [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -112,3 +113,40 @@ def process(*argv: str) -> Outcome:
         command(*argv), capture_output=True, text=True, env=environment(), timeout=300
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+NOTES = (
+    "objective: ",
+    "length: ",
+    "no labels",
+    "encoder: ",
+    "clusters: ",
+)  # what pretrain says before it starts
+
+
+def assert_complaint(got: Outcome, words: list[str]) -> None:
+    assert got.code == 2
+    assert got.out == ""
+    assert "Traceback" not in got.err
+    said = "".join(line for line in got.err.splitlines(keepends=True) if not line.startswith(NOTES))
+    assert said.startswith("cimage") and said.endswith("\n")
+    assert said.count("\n") == 1, "one paragraph"
+    for word in words:
+        assert word in got.err
+
+
+def ok(cli: Cli, *argv: str) -> str:
+    got = cli(*argv)
+    assert got.code == 0, got.err
+    return got.out
+
+
+def as_json(cli: Cli, *argv: str) -> dict[str, Any]:
+    """Standard output is exactly one JSON object (json.loads refuses anything after it), without
+    NaN.
+    """
+    value = json.loads(
+        ok(cli, *argv, "--json"), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+    )
+    assert isinstance(value, dict)
+    return value

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch_geometric.utils import coalesce, remove_self_loops, to_undirected
 
 from cimage_dist.config import DataConfig, SbmConfig
+from cimage_dist.data.store import Graph
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -58,3 +61,9 @@ def own_folder(tmp_path: Path) -> Callable[..., DataConfig]:
         )
 
     return make
+
+
+def assert_same_edges(graph: Graph, edge_index: torch.Tensor) -> None:
+    want = coalesce(to_undirected(remove_self_loops(edge_index)[0]))
+    got = graph.topology().edge_list()
+    torch.testing.assert_close(torch.stack([got.dst, got.src]), want)

@@ -67,7 +67,7 @@ def test_graph_without_features(
     data = own_folder(features=None)
     with pytest.raises(UserError, match=r"no node features.*data\.features=degree"):
         open_graph(data)
-    data.features, data.made_features = kind, 3  # type: ignore[assignment]
+    data.features, data.made_features = kind, 3
     graph = open_graph(data)
     assert graph.x.shape == (5, width) and np.isfinite(graph.x).all()
     assert graph.manifest["statistics"]["isolated_nodes"] == 1

@@ -42,7 +42,7 @@ class Drawn:
 
     def __call__(self, *args: object) -> LinkSplit:
         self.count += 1
-        return self.draw(*args)  # type: ignore[arg-type]
+        return self.draw(*args)
 
 
 def test_the_same_edges_from_disk_drawn_once(data, small_sbm, monkeypatch):

@@ -1,4 +1,4 @@
-"""Ids of any kind are mapped once; tables with ids are joined by them; columns are found by name."""
+"""Ids of any kind are mapped once; tables are joined by them; columns are found by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Write:
             if callable(content):
                 content(path)
             else:
-                path.write_bytes(content.encode() if isinstance(content, str) else content)  # type: ignore[arg-type]
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
         return DataConfig(
             name="mine",
             path=str(mine),
@@ -177,7 +177,7 @@ FORMS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_format_carries_ids(folder: Write, form: str) -> None:
     labels = label_text(NAMES, SHUFFLED)
-    check_whole(open_graph(folder(labels__csv=labels, **FORMS[form])), NAMES)  # type: ignore[arg-type]
+    check_whole(open_graph(folder(labels__csv=labels, **FORMS[form])), NAMES)
 
 
 def test_without_features_the_nodes_are_those_that_occur(folder: Write) -> None:
@@ -185,7 +185,7 @@ def test_without_features_the_nodes_are_those_that_occur(folder: Write) -> None:
     data.features = "degree"
     graph = open_graph(data)
     assert graph.ids is not None and graph.ids.to_numpy().tolist() == NAMES
-    assert neighbours(graph) == expected(NAMES)  # type: ignore[arg-type]
+    assert neighbours(graph) == expected(NAMES)
     np.testing.assert_array_equal(graph.y, [0, -1, -1, -1, 1])
 
 
@@ -359,13 +359,16 @@ MISTAKES: dict[str, tuple[dict[str, object], dict[str, str], list[str]]] = {
          "ids__txt": "id\n" + "\n".join(NAMES)}, {},
         ["features.npy has 4 rows for 5 ids"],
     ),
-    "no such source column": ({}, {"source": "user", "target": "v"}, ["no column 'user'", "source"]),
+    "no such source column": (
+        {}, {"source": "user", "target": "v"}, ["no column 'user'", "source"],
+    ),
     "no such id column": (
         {"features__csv": feature_text(NAMES, SHUFFLED, "a,f,g,h\n")}, {"id": "key"},
         ["no column 'key'", "a,f,g,h"],
     ),
     "text feature": (
-        {"features__csv": "id,age,town\n" + "".join(f"{n},1,Rome\n" for n in NAMES)}, {}, ["'town'", "Rome"]
+        {"features__csv": "id,age,town\n" + "".join(f"{n},1,Rome\n" for n in NAMES)}, {},
+        ["'town'", "Rome"],
     ),
     "label among the features": (
         {"features__csv": "id,f,label\nann,1,0\nbob,2,1\n"}, {}, ["'label'", "must not see"]
@@ -393,7 +396,7 @@ def test_mistakes(folder: Write, case: str) -> None:
     files, columns, words = MISTAKES[case]
     chosen = {name: content for name, content in (GOOD | files).items() if content is not None}
     with pytest.raises(UserError) as caught:
-        open_graph(folder(columns, **chosen))  # type: ignore[arg-type]
+        open_graph(folder(columns, **chosen))
     message = str(caught.value)
     assert "\n" not in message
     for word in words:

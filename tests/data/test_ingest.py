@@ -27,14 +27,15 @@ from cimage_dist.config import DataConfig, SbmConfig
 from cimage_dist.data.ingest import ingest
 print("ready", flush=True)
 sys.stdin.readline()
-data = DataConfig(name="sbm", store_dir=sys.argv[1], sbm=SbmConfig(num_nodes=int(sys.argv[2]), avg_degree=float(sys.argv[3])))
+sbm = SbmConfig(num_nodes=int(sys.argv[2]), avg_degree=float(sys.argv[3]))
+data = DataConfig(name="sbm", store_dir=sys.argv[1], sbm=sbm)
 began = time.monotonic()
 print(ingest(data)[1], time.monotonic() - began, flush=True)
 """
 
 
 def config(store_dir: Path) -> DataConfig:
-    return DataConfig(name="sbm", store_dir=str(store_dir), sbm=SbmConfig(**SIZES))  # type: ignore[arg-type]
+    return DataConfig(name="sbm", store_dir=str(store_dir), sbm=SbmConfig(**SIZES))
 
 
 def start(store_dir: Path, count: int) -> list[subprocess.Popen[str]]:

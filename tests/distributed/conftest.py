@@ -230,7 +230,7 @@ class Cluster:
 
     def _start_node(self, cpus: int, *argv: str, **changes: str) -> None:
         """Ray gives a node 30 s to come up, which a busy machine can exceed: it is tried again. Its
-        agents' ports are told, so that it need not wait for them.
+        agents' ports are given, so that it need not wait for them.
         """
         log = self.files / f"node-{len(self._nodes)}.log"
         kinds = (

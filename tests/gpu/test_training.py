@@ -85,7 +85,7 @@ def test_batches_are_prefetched_through_pinned_memory(store_dir, small_sbm):
     batches.convert = lambda batch, step: (
         seen.append(batch.x.is_pinned() and batch.edges.src.is_pinned()),
         convert(batch, step),
-    )[1]  # type: ignore[func-returns-value, method-assign]
+    )[1]
     first = [batch.x.cpu() for batch in batches.iterate(0, 5)]
     assert seen == [True] * 5
     expected = [convert(batches.source[step], step).x.cpu() for step in range(5)]

@@ -122,7 +122,8 @@ import sys, torch
 from pathlib import Path
 from cimage_dist.io import checkpoint
 for step in range(1, 100000):
-    checkpoint.save(Path(sys.argv[1]), step, {"model.w": torch.full((200, 200), float(step))}, {"step": step})
+    tensors = {"model.w": torch.full((200, 200), float(step))}
+    checkpoint.save(Path(sys.argv[1]), step, tensors, {"step": step})
     checkpoint.prune(Path(sys.argv[1]), keep=2)
 """
 

@@ -30,7 +30,7 @@ RAY_VARIABLES = (
 
 
 class FakeJob(SimpleNamespace):
-    """What the job server tells of a job."""
+    """What the job server reports of a job."""
 
     def __init__(self, job_id: str, status: str, code: int | None = None) -> None:
         state = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What launch/, README and docs tell people to run: every line parses with the real command line
+"""What launch/, README and docs ask people to run: every line parses with the real command line
 and its config loads; scripts are linted.
 """
 

@@ -93,7 +93,7 @@ def test_dropout_draws_are_fair_and_unlike_each_other():
     assert abs(float(first.mean())) < 5 * sigma
     assert (
         abs(float((first * second).mean())) < 5 * 0.21 / ones.numel() ** 0.5
-    )  # one call tells nothing of the next
+    )  # one call says nothing of the next
     assert (
         abs(float((first[:, 1:] * first[:, :-1]).mean())) < 5 * 0.21 / ones.numel() ** 0.5
     )  # nor one position of its neighbour

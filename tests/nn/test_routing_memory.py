@@ -19,7 +19,8 @@ from cimage_dist.nn.routing import Routing
 generator = torch.Generator().manual_seed(0)
 nodes = 1500
 x, grad = (torch.randn(nodes, 4, 8, generator=generator) for _ in range(2))
-indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(3, 12, (nodes,), generator=generator).cumsum(0)])
+degrees = torch.randint(3, 12, (nodes,), generator=generator)
+indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
 ids = torch.randint(0, nodes, (int(indptr[-1]),), generator=generator)
 
 def run():
@@ -30,7 +31,8 @@ first, done = run(), threading.Event()
 
 def disturb():
     while not done.is_set():
-        rows = [np.full(size, np.nan, np.float32) for size in (50, 100, 300, 512, 700, 1000, 1500, 2000, 3000)]
+        sizes = (50, 100, 300, 512, 700, 1000, 1500, 2000, 3000)
+        rows = [np.full(size, np.nan, np.float32) for size in sizes]
 
 threads = [threading.Thread(target=disturb) for _ in range(2)]
 [t.start() for t in threads]

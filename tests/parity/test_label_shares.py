@@ -47,14 +47,14 @@ def shares(comm: Comm, store_dir: Path, file: Path, sources: list[str]) -> dict[
         sink = MemorySink()
         if source == "run" and comm.is_main:
             loop._prepare_scores(Trainer(cfg, graph, graph.topology(), Comm()), sink, True)
-        comm.broadcast_object = watched  # type: ignore[method-assign]
+        comm.broadcast_object = watched
         try:
             loop._prepare_scores(trainer, sink, True)
         except UserError as error:
             found[source] = str(error)
             continue
         finally:
-            comm.broadcast_object = broadcast  # type: ignore[method-assign]
+            comm.broadcast_object = broadcast
         held = trainer.refresher
         assert held is not None
         found[source] = {

@@ -219,7 +219,7 @@ def run_with_history(
         ),
     )
     plain = run.assignments
-    run.assignments = lambda centres: (assigned.append(plain(centres)[0]), plain(centres))[1]  # type: ignore[method-assign]
+    run.assignments = lambda centres: (assigned.append(plain(centres)[0]), plain(centres))[1]
     run.pretrain(3)
     labels, _ = run.finetune(run.first_centres(clusters))
     return labels, [tick for tick in ticks if "fine" in tick["stage"]], assigned, topology

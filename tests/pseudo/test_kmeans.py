@@ -91,7 +91,7 @@ def test_restarts_keep_the_lowest_inertia() -> None:
 
 def test_empty_clusters_recover() -> None:
     x, y = blobs(200, centres=2)
-    # The second centre is so far off that no row is its own; the farthest row lies in the other
+    # The second centre is so far off that no row is its own; the farthest row is in the other
     # blob.
     start = torch.stack(
         [torch.tensor(x[y == 0].mean(0)), torch.full((x.shape[1],), 1e4, dtype=torch.float64)]

@@ -40,7 +40,7 @@ def planted(
     per_block: int = 60, blocks: int = 3, width: int = 12, seed: int = 0
 ) -> tuple[torch.Tensor, Topology, np.ndarray]:
     """Blocks with many edges inside and few between; features hint at the block so weakly that rows
-    alone do not tell it.
+    alone do not show it.
     """
     rng = np.random.default_rng(seed)
     y = np.repeat(np.arange(blocks), per_block)

@@ -44,7 +44,7 @@ def make_source(**options: object) -> BatchSource:
         "hide_rate": 0.2,
         "backend": "csr",
     }
-    return BatchSource(*random_csr(), **(defaults | options))  # type: ignore[arg-type]
+    return BatchSource(*random_csr(), **(defaults | options))
 
 
 def test_a_second_view_sees_the_same_positives_and_none_of_their_edges():
@@ -215,7 +215,7 @@ def test_mapped_read_only_files(tmp_path_factory: pytest.TempPathFactory) -> Non
         np.save(folder / f"{name}.npy", array)
     mapped = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices")]
     options = {"fanouts": [4, 3], "batch_edges": 64, "seed": 2, "backend": "csr"}
-    first, second = (BatchSource(*arrays, **options) for arrays in (graph, mapped))  # type: ignore[arg-type]
+    first, second = (BatchSource(*arrays, **options) for arrays in (graph, mapped))
     assert_same([first[3]], list(BatchLoader(second, 3, 4, workers=1)))
 
 

@@ -178,12 +178,12 @@ def test_large_graphs_are_fitted_on_a_sample_and_assigned_in_pieces(store_dir, m
     ] + 0.1 * torch.randn(2000, 3, generator=generator)
     cfg, _ = planted(store_dir)
     whole = TwoWide(points)
-    labels, confidence = labels_by_kmeans(None, whole, 2000, 3, cfg, Comm())  # type: ignore[arg-type]
+    labels, confidence = labels_by_kmeans(None, whole, 2000, 3, cfg, Comm())
     assert whole.calls == [2000]
     monkeypatch.setattr(initial, "_FIT_ROWS", 500)
     monkeypatch.setattr(initial, "_ASSIGN_ROWS", 300)
     pieces = TwoWide(points)
-    sampled, sampled_confidence = labels_by_kmeans(None, pieces, 2000, 3, cfg, Comm())  # type: ignore[arg-type]
+    sampled, sampled_confidence = labels_by_kmeans(None, pieces, 2000, 3, cfg, Comm())
     assert 400 < pieces.calls[0] < 600 and pieces.calls[1:] == [300] * 6 + [200]
     assert agreement(sampled, labels) > 0.99 and agreement(sampled, truth) > 0.95
     assert sampled_confidence.dtype == confidence.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""How long a run is, by steps and by passes, in both regimes; and when it ends, as it is told."""
+"""How long a run is, by steps and by passes, in both regimes; and when it ends, as is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop tells of itself: time by kind, memory, checkpoints by the clock; and MLflow."""
+"""What the loop records of itself: time by kind, memory, checkpoints by the clock; and MLflow."""
 
 from __future__ import annotations
 

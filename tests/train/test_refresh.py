@@ -167,8 +167,8 @@ def test_no_factor_weight_no_labels(store_dir, small_sbm, monkeypatch):
 def test_label_driven_factors_are_found_and_the_penalty_is_reused(store_dir):
     refresher, _ = made(config(store_dir))
     encoder = object()
-    scores, first = refresher(encoder, 0, None)  # type: ignore[arg-type]
-    again, second = refresher(encoder, 4, scores)  # type: ignore[arg-type]
+    scores, first = refresher(encoder, 0, None)
+    again, second = refresher(encoder, 4, scores)
     assert first["context"] == second["context"] == [0, 1]
     assert again.lam == scores.lam and again.num_solves == 1  # the warm start hits at once
 
@@ -189,7 +189,7 @@ class Poisoned(FixedEmbedder):
 def poisoned(cfg: Config, bad: dict[int, float]) -> Refresher:
     refresher, embedder = made(cfg)
     embedder.__class__ = Poisoned
-    embedder.bad = bad  # type: ignore[attr-defined]
+    embedder.bad = bad
     return refresher
 
 
@@ -266,7 +266,7 @@ def test_the_sampled_regime_looks_at_no_more_than_the_limit(store_dir):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refresh, "block_statistics", spy)
-        _, record = refresher(None, 0, None)  # type: ignore[arg-type]
+        _, record = refresher(None, 0, None)
     assert embedder.asked[0].numel() == 400 and set(scored) == {200}
     assert (
         record["grown"] == 200 and record["confident"] == 400
@@ -276,7 +276,7 @@ def test_the_sampled_regime_looks_at_no_more_than_the_limit(store_dir):
 def test_the_full_graph_regime_looks_at_every_node_and_scores_within_the_limit(store_dir):
     cfg = config(store_dir, "ci.max_samples=100")
     refresher, embedder = made(cfg)
-    refresher(None, 0, None)  # type: ignore[arg-type]
+    refresher(None, 0, None)
     assert embedder.asked[0].numel() == 3000
 
 
@@ -287,7 +287,7 @@ def test_unlabelled_nodes_are_neither_members_nor_candidates(store_dir):
     refresher = Refresher(
         cfg, labels, torch.rand(1000, dtype=torch.float64), embedder, Comm(), num_steps=1000
     )
-    _, record = refresher(None, 0, None)  # type: ignore[arg-type]
+    _, record = refresher(None, 0, None)
     assert int(embedder.asked[0].max()) < 600 and record["confident"] == 600
 
 
@@ -303,7 +303,7 @@ def test_unlabelled_nodes_are_neither_members_nor_candidates(store_dir):
 )
 def test_every_way_of_scoring_runs_inside_a_refresh(extra, store_dir):
     refresher, _ = made(config(store_dir, *extra))
-    scores, record = refresher(None, 0, None)  # type: ignore[arg-type]
+    scores, record = refresher(None, 0, None)
     assert 0 < int(scores.in_context.sum()) < 4 and record["status"] in ("ok", "fallback-smallest")
     if extra != ["ci.lam=1e-4"]:
         assert set(record["context"]) & {0, 1}
@@ -371,11 +371,11 @@ def test_only_refreshes_that_decide_enter_the_average(store_dir, monkeypatch):
 
 def test_without_an_average_refreshes_stand_alone(store_dir):
     alone, _ = made(config(store_dir, "ci.average=0"))
-    scores, _ = alone(None, 0, None)  # type: ignore[arg-type]
-    later, _ = alone(None, 4, scores)  # type: ignore[arg-type]
+    scores, _ = alone(None, 0, None)
+    later, _ = alone(None, 4, scores)
     fresh, _ = made(config(store_dir, "ci.average=0"))
     assert alone.average is None
-    assert torch.equal(later.omega, fresh(None, 4, scores)[0].omega)  # type: ignore[arg-type]
+    assert torch.equal(later.omega, fresh(None, 4, scores)[0].omega)
 
 
 class StopAfter(LocalSink):

@@ -102,7 +102,7 @@ def test_between_the_two_lies_what_is_between() -> None:
         for g in (blocks(0.8, noise) for noise in (4.0, 1.5, 0.5))
     ]
     assert all(value is not None for value in found)
-    assert found == sorted(found) and found[0] != found[-1]  # type: ignore[type-var]
+    assert found == sorted(found) and found[0] != found[-1]
 
 
 @pytest.mark.parametrize("graph", ["unrelated columns", "few nodes", "few columns", "constant"])

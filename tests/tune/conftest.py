@@ -69,5 +69,5 @@ def end(ledger: Ledger, trial: Trial, status: str = "done", score: float | None 
         Outcome(
             status, value, epochs, int(epochs), ended=float(len(ledger.outcomes)), reason="made up"
         ),
-    )  # type: ignore[arg-type]
+    )
     ledger.reread(trial.id)

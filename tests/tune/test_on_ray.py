@@ -26,7 +26,10 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 BUSY = "timed out during startup"  # Ray gives its processes 30 s, which a busy machine may not keep
 TINY = """
-data: {name: sbm, store_dir: data, sbm: {num_nodes: 300, num_blocks: 3, avg_degree: 8, label_features: 6, nuisance_features: 6}}
+data:
+  name: sbm
+  store_dir: data
+  sbm: {num_nodes: 300, num_blocks: 3, avg_degree: 8, label_features: 6, nuisance_features: 6}
 model: {num_factors: 3, factor_dim: 4, num_layers: 2, routing_iterations: 2}
 train: {epochs: 60, validate_every: 6, select: val}
 eval: {probe_epochs: 10, kmeans_restarts: 2}

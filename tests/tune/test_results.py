@@ -104,7 +104,7 @@ def test_importance_finds_what_mattered(make_sweep: MakeSweep) -> None:
             20,
         )
         for i, values in enumerate(made)
-    ]  # type: ignore[operator]
+    ]
     shares = importance(sweep.space, scored)
     assert (
         sum(shares.values()) == pytest.approx(1)
