@@ -30,7 +30,8 @@ class Table:
     """`config` holds `{dataset}`; `configs` names another for some datasets. `rows` maps what the
     document shows to the overrides on each dataset.
 
-    `common` are overrides of all rows. `scores` maps a path into a result (node.test) to its heading.
+    `common` are overrides of all rows. `scores` maps a path into a result (node.test) to its
+    heading.
     `published`: {row: {dataset: number or [number for each score]}}. `against`: the row with which
     the others are compared seed by seed.
     """

@@ -143,7 +143,7 @@ class Config:
         need(
             not self.model.edge_factors or trained,
             "model.edge_factors",
-            "needs loss.structure_weight above 0 and no or at least two sampler.fanouts; set it to 0",
+            "needs loss.structure_weight above 0, and two sampler.fanouts or none; set it to 0",
             self.model.edge_factors,
         )
 

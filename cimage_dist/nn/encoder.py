@@ -244,9 +244,11 @@ class Encoder(nn.Module):
     def forward(
         self, x_NF: Features, edges: EdgeList, hops: Hops | None = None, is_whole: bool = True
     ) -> Encoding:
-        """(h, z) of all nodes; without the edge factors where not `is_whole`. With `hops` each layer stops at the nodes from which its output
-        still reaches a seed (§11.2), so h and z have fewer rows than x: the seeds come first and
-        are all there, equal to what the whole subgraph gives.
+        """(h, z) of all nodes; without the edge factors where not `is_whole`.
+
+        With `hops` each layer stops at the nodes from which its output still reaches a seed
+        (§11.2), so h and z have fewer rows than x: the seeds come first and are all there, equal to
+        what the whole subgraph gives.
         """
         cfg = self.cfg
         start = self._project(x_NF)
