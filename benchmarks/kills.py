@@ -1,12 +1,15 @@
 """Training on Ray is killed at random moments: does every run end with the bits of an undisturbed
 one, how many steps are repeated, and how long does it take to notice and to start again?
 
-    python benchmarks/kills.py [--workers 20] [--drivers 5] [--nodes 5] [--frozen 2] [--record]
+    python benchmarks/kills.py [--worker 20] [--driver 5] [--node 5] [--frozen 2] [--silent 1]
+        [--record]
 
 Two Ray nodes of one CPU each on this machine, two sampled workers, one on each; several kills in
 each run of STEPS steps. `noticed_s`: until the workers that were left have ended; `restarted_s`:
-until the new ones have read their checkpoint. A killed driver is started again by hand, so only
-`restarted_s` counts there. A frozen worker (SIGSTOP) is no kill, and counted beside them.
+until the new ones have read their checkpoint, `restart_cpu_s` of it CPU time of the busiest of
+them. A killed driver is started again by hand, so only `restarted_s` counts there. A frozen worker
+and a silent node (all its processes: a machine that is gone without a word) are stopped, not
+killed, and counted beside the kills.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hardware import facts
 
+from cimage_dist.config import ResourcesConfig
 from cimage_dist.io import checkpoint
-from tests.distributed.conftest import Cluster, Run, cluster_of, kill_node, wait_until
+from tests.distributed.conftest import Cluster, Run, cluster_of, kill_node, processes_of, wait_until
 
 STEPS, EVERY = 480, 20
 KILLS_OF_A_RUN = 5
+KINDS = {"worker": 20, "driver": 5, "node": 5, "frozen": 2, "silent": 1}
 RESULT = Path(__file__).parent / "results" / "kills.json"
 # What the program sets by itself, in place of the tests' shorter ones.
 PATIENCE = {
@@ -45,8 +50,14 @@ SETTINGS = (
     "train.epochs=32",
     f"run.checkpoint_every={EVERY}",
     "resources.max_failures=100",
-    "resources.lost_after_s=25",
+    f"resources.lost_after_s={ResourcesConfig().lost_after_s}",
 )
+# As in k8s/base/cluster.yaml and launch/slurm.sbatch.
+HEAD = {
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "3",
+}
 
 
 def start(cluster: Cluster, name: str) -> Run:
@@ -70,6 +81,16 @@ def is_equal(found: Any, expected: Any) -> bool:
     )
 
 
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """Of the busiest of them, since it started."""
+    most = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            most = max(most, times.user + times.system)
+    return most
+
+
 def gone(victims: list[psutil.Process]) -> bool:
     return not any(
         process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in victims
@@ -79,7 +100,8 @@ def gone(victims: list[psutil.Process]) -> bool:
 def disturb(cluster: Cluster, run: Run, kind: str, draw: random.Random) -> tuple[Run, Any]:
     """Kill (or freeze) once, wait for the next start of the workers, and say what it cost."""
     run.wait(lambda: len(cluster.workers()) == 2, "two workers")
-    workers, count = cluster.workers(), len(run.attempts())
+    workers = before = cluster.workers()
+    count, node = len(run.attempts()), cluster.nodes()[-1]
     victim = draw.choice(workers)
     is_rank_0 = kind in ("worker", "frozen") and victim.pid == cluster.holder(run.root).pid
     began = time.time()
@@ -90,8 +112,13 @@ def disturb(cluster: Cluster, run: Run, kind: str, draw: random.Random) -> tuple
     elif kind == "driver":
         run.process.kill()
         run.process.communicate()
+    elif kind == "node":
+        kill_node(node)
     else:
-        kill_node(cluster.nodes()[-1])
+        silent = processes_of(node)
+        for process in silent:
+            process.suspend()
+        workers = [worker for worker in workers if worker not in silent]  # the others end by Ray
     time.sleep(0.3)
     reached = run.step()  # nobody continues without the others
     wait_until(lambda: gone(workers), "the end of the workers")
@@ -99,10 +126,13 @@ def disturb(cluster: Cluster, run: Run, kind: str, draw: random.Random) -> tuple
     if kind == "driver":
         began = time.time()
         run = start(cluster, run.root.name)
-    if kind == "node":
+    if kind in ("node", "silent"):
         cluster.add_node()
     run.wait(lambda: len(run.attempts()) > count, "another start of the workers")
     attempt = run.attempts()[count]
+    used = cpu_seconds([worker for worker in cluster.workers() if worker not in before])
+    if kind == "silent":
+        kill_node(node)
     with suppress(psutil.NoSuchProcess):
         victim.kill()
     about = {"kind": kind, "run": run.root.name, "at_step": reached}
@@ -111,6 +141,7 @@ def disturb(cluster: Cluster, run: Run, kind: str, draw: random.Random) -> tuple
         "steps_lost": reached - attempt["after_step"],
         "noticed_s": None if kind == "driver" else round(noticed, 1),
         "restarted_s": round(attempt["unix_time"] - began, 1),
+        "restart_cpu_s": round(used, 1),
         "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(about), flush=True)
@@ -123,7 +154,7 @@ def middle(values: list[float]) -> dict[str, float]:
 
 def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     found = {}
-    for kind in ("worker", "driver", "node", "frozen"):
+    for kind in KINDS:
         own = [event for event in events if event["kind"] == kind]
         if own:
             found[kind] = {
@@ -131,7 +162,7 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
                 "bit_equal": sum(event["bit_equal"] for event in own),
             } | {
                 name: middle([event[name] for event in own])
-                for name in ("steps_lost", "noticed_s", "restarted_s")
+                for name in ("steps_lost", "noticed_s", "restarted_s", "restart_cpu_s")
                 if own[0][name] is not None
             }
     return found
@@ -139,18 +170,19 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for kind, count in (("workers", 20), ("drivers", 5), ("nodes", 5), ("frozen", 2)):
+    for kind, count in KINDS.items():
         parser.add_argument(f"--{kind}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true", help=f"write {RESULT.name}")
     args = parser.parse_args()
     draw = random.Random(args.seed)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    kinds = ["worker"] * args.workers + ["driver"] * args.drivers + ["node"] * args.nodes
-    kinds += ["frozen"] * args.frozen
+    kinds = [kind for kind in KINDS for _ in range(getattr(args, kind))]
     draw.shuffle(kinds)
     events: list[dict[str, Any]] = []
-    with cluster_of(2, 1) as cluster:
+    with cluster_of(0, 1) as cluster:
+        cluster.start(1, 1, **HEAD)
+        cluster.add_node()
         expected = outcome(start(cluster, "whole"))
         for index in range(0, len(kinds), KILLS_OF_A_RUN):
             own = kinds[index : index + KILLS_OF_A_RUN]
@@ -164,11 +196,12 @@ def main() -> None:
             equal = is_equal(outcome(run), expected)
             events += [about | {"bit_equal": equal} for about in made]
             print(f"{run.root.name}: bit-equal {equal}", flush=True)
-    result = {"hardware": facts(1), "steps": STEPS, "checkpoint_every": EVERY}
-    result |= {"summary": summary(events), "events": events}
-    print(json.dumps(result["summary"], indent=2))
-    if args.record:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            result = {"hardware": facts(1), "steps": STEPS, "checkpoint_every": EVERY}
+            result |= {"complete": len(events) == len(kinds)}
+            result |= {"summary": summary(events), "events": events}
+            if args.record:  # after each run, so that a benchmark that is stopped leaves its part
+                RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(summary(events), indent=2))
     sys.exit(not all(event["bit_equal"] for event in events))
 
 

@@ -15,6 +15,7 @@ import pytest
 from cimage_dist.cli.common import config_for, split_settings
 from cimage_dist.cli.main import FAMILIES, parse
 from cimage_dist.cli.remote import job_line
+from cimage_dist.config import Config
 from cimage_dist.config_loading import known_keys
 from cimage_dist.eval.statistics import CONTROLS
 from experiments.cell import read_result
@@ -61,21 +62,22 @@ def commands(documents: Sequence[Path] = DOCUMENTS) -> list[tuple[str, str]]:
     return found
 
 
-def check(command: str) -> None:
-    """It parses, a submitted line too, and its config loads. A verb alone may be a mention: it must
-    exist.
+def check(command: str) -> Config | None:
+    """It parses, a submitted line too, and its config loads; that config, where it names one. A
+    verb alone may be a mention: it must exist.
     """
     words = shlex.split(command)[1:]
     if len(words) == 1:
         assert any(words[0] in family.VERBS for family in FAMILIES), command
-        return
+        return None
     args = parse(words)
     if args.verb == "submit":
         _, args = job_line(args)
     paths, overrides = split_settings(getattr(args, "settings", None) or [])
     paths = [path for path in paths if path not in ("my_graph", "runs/mine")]  # the reader's own
-    if paths or overrides:
-        config_for(getattr(args, "job", args.verb), paths, overrides)
+    if not (paths or overrides):
+        return None
+    return config_for(getattr(args, "job", args.verb), paths, overrides)
 
 
 @pytest.mark.parametrize(("where", "command"), commands(), ids=lambda v: str(v)[:60])

@@ -261,7 +261,7 @@ class ResourcesConfig:
         False, "torch.compile the decoders; needs a C++ compiler on a CPU, Triton on a GPU"
     )
     lost_after_s: int = opt(
-        25,
+        20,
         "seconds without a sign of life after which a worker is taken for lost; all start again",
         AT_LEAST_1,
     )

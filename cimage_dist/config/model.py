@@ -21,6 +21,10 @@ from cimage_dist.config.data import (
 )
 
 
+# Undirected edges from which the network behind the edge factors is trained by default.
+ENOUGH_EDGES = 20_000
+
+
 @dataclass
 class ModelConfig:
     num_factors: int = opt(16, "K, number of latent factors", AT_LEAST_1)
@@ -37,8 +41,8 @@ class ModelConfig:
     edge_factors: Optional[int] = opt(
         None,
         "how many of the factors a nonlinear network of two graph convolutions makes, trained by "
-        "the edge loss; null: a quarter of them, none with routing, without an edge loss or with "
-        "one sampled hop",
+        "the edge loss; null: a quarter of them on graphs of at least 20,000 edges, none with "
+        "routing, without an edge loss or with one sampled hop",
         Rule(lambda n: n >= 0, "must be at least 0, or be null"),
     )
     hidden: int = opt(
@@ -132,7 +136,8 @@ class ModelConfig:
         ⌊ln N / ln(1 + mean degree)⌋, the hops in which a neighbourhood grows to the size of the
         graph, between 2 and 6, and no fewer than the `hops` that are sampled. Routing layers and
         their tail need one hop each, so that where hops are sampled they decide. edge_factors: a
-        quarter, where the two convolutions behind them have their hops and a loss.
+        quarter, where the two convolutions behind them have their hops, a loss, and as many edges
+        to learn from as their hundred thousands of weights need (docs/LOG.md).
         """
         factor_dim = self.factor_dim or max(4, min(32, num_features // self.num_factors))
         growth = math.log(1 + num_edges / max(num_nodes, 1))
@@ -144,6 +149,7 @@ class ModelConfig:
         edge_factors = self.edge_factors
         if edge_factors is None:
             can = self.propagation == "gcn" and has_edge_loss and layers > 1 and hops != 1
+            can &= num_edges // 2 >= ENOUGH_EDGES
             edge_factors = self.num_factors // 4 if can else 0
         return dataclasses.replace(
             self, factor_dim=factor_dim, num_layers=layers, edge_factors=edge_factors

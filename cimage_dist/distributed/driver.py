@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cimage_dist.config import Config, is_url, run_dir
@@ -74,6 +75,20 @@ def absolute(cfg: Config) -> Config:
             cfg.resources, threads=cfg.resources.threads or cfg.resources.cpus_per_worker
         ),
     )
+
+
+class _Backend(_TorchBackend):
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """Workers are killed a moment later. Ray would ask each to leave the process group first,
+        and wait 30 s for the answer of one that is frozen.
+        """
+
+
+@dataclasses.dataclass
+class _Torch(TorchConfig):
+    @property
+    def backend_cls(self) -> type[_Backend]:
+        return _Backend
 
 
 def launch(cfg: Config, progress: Progress) -> dict[str, Any]:
@@ -139,7 +154,7 @@ def _fit(cfg: Config, run: RunDir) -> None:
         train_loop_config={"run": mirror.shown(run.root)},
         scaling_config=scaling(cfg),
         # On GPUs too: labels, counts and decisions travel as CPU tensors.
-        torch_config=TorchConfig(
+        torch_config=_Torch(
             backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=res.timeout_s
         ),
         run_config=cast(Any, RunConfig)(

@@ -20,12 +20,14 @@ from scipy import sparse
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.comm import Comm
 from cimage_dist.nn.optim import Adam
 
 STRENGTHS = tuple(10.0**e for e in range(-3, 4))  # the one grid, for every method and every control
 ABSENT = -1e6  # bias of a class that the training rows do not have
 _MOST_REDUCED = 4096  # rows up to which the n × n Gram matrix is decomposed
 _MOST_DOUBLE = 10_000_000  # entries up to which the fit is in float64
+_BLOCK_ROWS = 2048  # of the sums that ranks share; their order is the same on any number of them
 _MOST_EXACT = 200_000  # training rows up to which L-BFGS sees all of them
 _GRADIENT = 1e-6  # largest gradient entry of the mean loss at convergence
 _EPOCHS, _STEPS, _BATCH, _RATE = 20, 2000, 4096, 0.3  # of the mini-batch fit
@@ -86,8 +88,10 @@ def logistic_path(
     num_classes: int,
     strengths: Sequence[float] = STRENGTHS,
     most_exact: int = _MOST_EXACT,
+    comm: Comm | None = None,
 ) -> Path:
-    """The optimum for every strength, ascending; each starts from the one before.
+    """The optimum for every strength, ascending; each starts from the one before. Collective with
+    a comm: all ranks have the same rows, and share the work where `is_divided`.
 
     x [n, F], y int64 [n]. Centring x changes nothing but the bias and helps the solver. With fewer
     rows than columns the optimum is a combination of the rows, W = B x (representer theorem), so
@@ -103,12 +107,24 @@ def logistic_path(
         if x.shape[0] > most_exact:
             weight[:, classes], bias[:, classes] = _by_batches(x, y, len(classes), strengths)
         else:
-            weight[:, classes], bias[:, classes] = _exact(x, y, len(classes), strengths)
+            weight[:, classes], bias[:, classes] = _exact(
+                x, y, len(classes), strengths, comm or Comm()
+            )
     return Path(strengths, weight, bias)
 
 
+def is_divided(num_rows: int, width: int) -> bool:
+    """Whether sums over the rows are made block by block, which several ranks can share."""
+    return max(width, _BLOCK_ROWS) < num_rows <= _MOST_EXACT
+
+
+def _blocks(num_rows: int, width: int) -> list[slice]:
+    count = -(-num_rows // _BLOCK_ROWS) if is_divided(num_rows, width) else 1
+    return [slice(num_rows * i // count, num_rows * (i + 1) // count) for i in range(count)]
+
+
 def _exact(
-    x: Rows, y: Array, num_classes: int, strengths: tuple[float, ...]
+    x: Rows, y: Array, num_classes: int, strengths: tuple[float, ...], comm: Comm
 ) -> tuple[Array, Array]:
     """(weight [S, M, F], bias [S, M])."""
     num_rows, width = x.shape
@@ -130,7 +146,7 @@ def _exact(
     bias = np.zeros(num_classes)
     weights, biases = [], []
     for strength in strengths:
-        coefficient, bias = _minimise(rows, centre, y, coefficient, bias, strength)
+        coefficient, bias = _minimise(rows, centre, y, coefficient, bias, strength, comm)
         # The columns of `basis` sum to 0: its eigenvectors are orthogonal to the constant one.
         found = coefficient if basis is None else np.asarray(x.T @ (basis @ coefficient))
         weights.append(found.T)
@@ -139,37 +155,71 @@ def _exact(
 
 
 def _minimise(
-    x: Rows, centre: Array, y: Array, weight: Array, bias: Array, strength: float
+    x: Rows, centre: Array, y: Array, weight: Array, bias: Array, strength: float, comm: Comm
 ) -> tuple[Array, Array]:
-    """L-BFGS from (weight [F, M], bias [M]) on the objective divided by C·n; rows x − centre."""
+    """L-BFGS from (weight [F, M], bias [M]) on the objective divided by C·n; rows x − centre.
+
+    Rank 0 searches; at every point it asks for, each rank sums over its own blocks of rows.
+    """
     from scipy.optimize import minimize
 
     (num_rows, width), num_classes = x.shape, bias.size
     decay = 1.0 / (strength * num_rows)
-    at = np.arange(num_rows)
+    blocks = _blocks(num_rows, width)
+    if len(blocks) == 1:
+        comm = Comm()
+    own = [(x[rows], y[rows]) for rows in blocks[slice(*comm.slice_of(len(blocks)))]]
 
-    def objective(flat: Array) -> tuple[float, Array]:
+    def sums(flat: Array) -> Array:
+        """[blocks, 1 + F·M + M]: what each block of rows adds to the loss and to its slope."""
         w = flat[: width * num_classes].reshape(width, num_classes)
         b = flat[width * num_classes :]
-        typed = w.astype(x.dtype, copy=False)
-        logits = np.asarray(x @ typed, dtype=np.float64) + (b - centre @ w)
-        logits -= logits.max(1, keepdims=True)
-        own = logits[at, y].sum()
-        share = np.exp(logits)
-        total = share.sum(1, keepdims=True)
-        loss = (np.log(total).sum() - own) / num_rows + 0.5 * decay * np.vdot(w, w)
-        share /= total
-        share[at, y] -= 1.0
-        share /= num_rows
-        pull = share.sum(0)
-        turned = np.asarray(x.T @ share.astype(x.dtype, copy=False), dtype=np.float64)
-        slope = turned - np.outer(centre, pull) + decay * w
-        return loss, np.concatenate([slope.reshape(-1), pull])
+        made = [_block_sums(rows, centre, labels, w, b, num_rows) for rows, labels in own]
+        found = torch.from_numpy(np.stack(made) if made else np.empty((0, 1 + flat.size)))
+        return comm.share_rows(found, len(blocks)).numpy()
 
-    start = np.concatenate([weight.reshape(-1), bias])
-    limits = {"maxiter": 2000, "maxfun": 4000, "gtol": _GRADIENT, "ftol": 1e-12}
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", options=limits).x
-    return found[: width * num_classes].reshape(width, num_classes), found[width * num_classes :]
+    def tell(is_found: bool, flat: Array) -> tuple[bool, Array]:
+        told = comm.broadcast(torch.from_numpy(np.concatenate([[float(is_found)], flat]))).numpy()
+        return bool(told[0]), told[1:]
+
+    def objective(flat: Array) -> tuple[float, Array]:
+        tell(False, flat)
+        total = sums(flat).sum(0)
+        w = flat[: width * num_classes]
+        total[1 : 1 + w.size] += decay * w
+        return total[0] / num_rows + 0.5 * decay * np.vdot(w, w), total[1:]
+
+    flat = np.concatenate([weight.reshape(-1), bias])
+    if comm.is_main:
+        limits = {"maxiter": 2000, "maxfun": 4000, "gtol": _GRADIENT, "ftol": 1e-12}
+        flat = minimize(objective, flat, jac=True, method="L-BFGS-B", options=limits).x
+        tell(True, flat)
+    else:
+        is_found = False
+        while not is_found:
+            is_found, flat = tell(False, flat)
+            if not is_found:
+                sums(flat)
+    return flat[: width * num_classes].reshape(width, num_classes), flat[width * num_classes :]
+
+
+def _block_sums(x: Rows, centre: Array, y: Array, w: Array, b: Array, num_rows: int) -> Array:
+    """Of rows x − centre [n, F]: Σ_i −log softmax(W x_i + b)[y_i], then its slope in W [F, M] and
+    in b [M], these two divided by all rows; flat.
+    """
+    at = np.arange(x.shape[0])
+    logits = np.asarray(x @ w.astype(x.dtype, copy=False), dtype=np.float64) + (b - centre @ w)
+    logits -= logits.max(1, keepdims=True)
+    own = logits[at, y].sum()
+    share = np.exp(logits)
+    total = share.sum(1, keepdims=True)
+    loss = np.log(total).sum() - own
+    share /= total
+    share[at, y] -= 1.0
+    share /= num_rows
+    pull = share.sum(0)
+    turned = np.asarray(x.T @ share.astype(x.dtype, copy=False), dtype=np.float64)
+    return np.concatenate([[loss], (turned - np.outer(centre, pull)).reshape(-1), pull])
 
 
 def _by_batches(

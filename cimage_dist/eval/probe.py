@@ -19,7 +19,7 @@ from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
-from cimage_dist.eval.logistic import STRENGTHS, Path, Rows, logistic_path, unit_rows
+from cimage_dist.eval.logistic import STRENGTHS, Path, Rows, is_divided, logistic_path, unit_rows
 from cimage_dist.nn.optim import Adam
 from cimage_dist.types import NodeSplit
 
@@ -333,7 +333,8 @@ def pool_score(z: Tensor | Rows, pool: Pool) -> PoolScore:
 
 def score_rows(x: Rows, pool: Pool, comm: Comm | None = None) -> PoolScore:
     """Collective: x [P, F], the unit rows of the pooled nodes, the same on every rank. R fits for
-    every strength C of the grid, of which each rank makes its share:
+    every strength C of the grid, of which each rank makes its share; all ranks share each of the
+    large ones:
 
         accuracy_r(C) = share of P \\ draw_r that the regression fitted on draw_r gets right,
 
@@ -342,10 +343,14 @@ def score_rows(x: Rows, pool: Pool, comm: Comm | None = None) -> PoolScore:
     comm = comm or Comm()
     y, num_classes = pool.labels.numpy(), int(pool.labels.max()) + 1
     own = np.zeros((len(pool.fitted), len(STRENGTHS)))  # [R, S], other ranks' rows zero
-    for draw in range(comm.rank, len(own), comm.world):
-        fitted = pool.fitted[draw].numpy()
-        hits, _ = logistic_path(x[fitted], y[fitted], num_classes).scores(x[~fitted], y[~fitted])
-        own[draw] = 100.0 * hits / (~fitted).sum()
+    for draw, mask in enumerate(pool.fitted):
+        fitted, is_mine = mask.numpy(), draw % comm.world == comm.rank
+        shared = comm if is_divided(int(fitted.sum()), x.shape[1]) else Comm()
+        if is_mine or shared is comm:
+            path = logistic_path(x[fitted], y[fitted], num_classes, comm=shared)
+        if is_mine:
+            hits, _ = path.scores(x[~fitted], y[~fitted])
+            own[draw] = 100.0 * hits / (~fitted).sum()
     by_strength = comm.sum(torch.from_numpy(own)).numpy()
     best = int(by_strength.mean(0).round(9).argmax())
     found = by_strength[:, best]

@@ -44,6 +44,17 @@ def test_every_entrypoint_parses_and_its_config_loads(where, command, monkeypatc
     check(command)
 
 
+def test_documented_workers_share_the_work(monkeypatch):
+    """No example asks for several workers that would each encode the whole graph."""
+    monkeypatch.chdir(ROOT)
+    tutorials = sorted((ROOT / "docs/tutorials").glob("*.md"))
+    examples = [*ALL, *commands([*DOCUMENTS, *tutorials])]
+    loaded = {text: check(text) for _, text in examples if "pretrain configs/" in text}
+    several = {text: cfg for text, cfg in loaded.items() if cfg and cfg.resources.num_workers > 1}
+    assert len(several) >= 10
+    assert [text for text, cfg in several.items() if cfg.unshared_work()] == []
+
+
 def test_each_place_has_entrypoints():
     assert {"launch/slurm.sbatch", "launch/runtime_env.yaml", "docs/LAUNCH.md"} <= {
         where for where, _ in ALL

@@ -155,4 +155,9 @@ def test_a_quarter_of_the_factors_where_they_can_be_trained(
 ) -> None:
     cfg = load_config(overrides=more)
     has_loss = cfg.loss.structure_weight > 0
-    assert cfg.model.sized(100, 1000, 5000, hops, has_loss).edge_factors == expected
+    assert cfg.model.sized(100, 10_000, 40_000, hops, has_loss).edge_factors == expected
+
+
+def test_few_edges_train_no_network_by_default() -> None:
+    model = load_config().model
+    assert [model.sized(100, 9_000, 2 * m).edge_factors for m in (19_999, 20_000)] == [0, 4]

@@ -16,6 +16,7 @@ from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.eval.links import make_validator
+from cimage_dist.eval.logistic import is_divided, logistic_path
 from cimage_dist.pipeline.stages import untrained_model
 from tests.procs import run_ranks
 from tests.settings import ROUTING, small_sbm_config
@@ -65,3 +66,21 @@ def test_world_size_does_not_change_the_score(store_dir, small_sbm):
         for found in run_ranks(validate_all, world, store_dir):
             for kind, scores in alone.items():
                 assert found[kind] == pytest.approx(scores, abs=1e-4), kind
+
+
+def fit_large(comm: Comm) -> tuple[np.ndarray, np.ndarray]:
+    """A fit of 9,000 rows: five blocks, of which three ranks have one or two."""
+    draw = np.random.default_rng(0)
+    x, direction = draw.standard_normal((9000, 12)), draw.standard_normal((12, 4))
+    y = (x @ direction + draw.standard_normal((9000, 4))).argmax(1)
+    assert is_divided(*x.shape)
+    found = logistic_path(x.astype(np.float32), y, 4, (0.01, 1.0, 100.0), comm=comm)
+    return found.weight, found.bias
+
+
+def test_ranks_that_share_a_fit_find_the_same_bits():
+    alone = fit_large(Comm())
+    for world in (2, 3):
+        for found in run_ranks(fit_large, world):
+            np.testing.assert_array_equal(found[0], alone[0])
+            np.testing.assert_array_equal(found[1], alone[1])
