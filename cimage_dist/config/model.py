@@ -20,7 +20,6 @@ from cimage_dist.config.data import (
     opt,
 )
 
-
 # Undirected edges from which the network behind the edge factors is trained by default.
 ENOUGH_EDGES = 20_000
 
