@@ -24,6 +24,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.store import Graph
+from cimage_dist.io.environment import return_freed_memory
 from cimage_dist.nn.encoder import principal_directions
 from cimage_dist.nn.inference import range_edges
 from cimage_dist.nn.propagate import propagate
@@ -204,6 +205,7 @@ def fit_to_graph(cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> C
         # Rank 0's word counts: sums may round differently elsewhere.
         found = choose_teleport(graph, topology) if comm.is_main else None
         model = replace(model, teleport=comm.broadcast_object(found).alpha)
+        return_freed_memory()
     return replace(cfg, model=model)
 
 
