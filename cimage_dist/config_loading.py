@@ -146,11 +146,13 @@ def load_config(*paths: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     layers = [(str(path), _load_yaml(str(path))) for path in paths]
     for text in overrides:
-        key, equals, _ = text.partition("=")
+        key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UserError(
                 f"Override {text!r} is not of the form key=value, e.g. train.epochs=50."
             )
+        if not value.strip():
+            raise UserError(f"Override {text!r} has no value. Give one, or null for none.")
         try:
             layers.append((f"the override {text!r}", OmegaConf.from_dotlist([text])))
         except Exception as error:  # yaml inside a value: the parser's own exception types vary

@@ -38,6 +38,9 @@ def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
     urls = [path for path in paths if "://" in path]
     folders = [path for path in paths if Path(path).is_dir()]
     files = [path for path in paths if path not in (*folders, *urls)]
+    for path in map(Path, files):
+        if path.suffix not in (".yaml", ".yml") and verb != "sweep":
+            _check_config(path)
     given = []
     for url in urls:
         files.insert(0, str(_run_at(url)))
@@ -49,6 +52,19 @@ def config_for(verb: str, paths: list[str], overrides: list[str]) -> Config:
         else:
             given.append(f"data.path={folder}")
     return named(load_config(*files, overrides=[*given, *overrides]))
+
+
+def _check_config(path: Path) -> None:
+    """What is no folder and is not called as yaml files are."""
+    if not path.is_file():
+        raise UserError(
+            f"There is no file or folder {path}. Give the folder of a graph or of a run, a yaml "
+            "file, or key=value."
+        )
+    raise UserError(
+        f"{path} is not a config: that is a .yaml file. For a graph of your own give the folder "
+        f"its files are in: {path.parent}/"
+    )
 
 
 def _run_at(url: str) -> Path:

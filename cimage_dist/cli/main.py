@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -45,7 +47,16 @@ class Parser(argparse.ArgumentParser):
     """A wrong flag or verb is reported like every other mistake: one message, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. `{self.prog} --help` lists what can be given.")
+        given, *known = re.findall(r"'([^']*)'", message) or [""]
+        raise UserError(
+            f"{message}.{near(given, known)} `{self.prog} --help` lists what can be given."
+        )
+
+
+def near(given: str, known: Sequence[str]) -> str:
+    """A suggestion, where something known is spelt much like what was given."""
+    found = difflib.get_close_matches(given, known, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def build_parser() -> Parser:
@@ -85,9 +96,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-")]
     if unknown or (rest and not hasattr(args, "settings")):
+        flags = [f"--{name.replace('_', '-')}" for name in vars(args)]
+        hint = near(unknown[0].partition("=")[0], flags) if unknown else ""
+        if not hint and unknown and hasattr(args, "settings"):
+            hint = " Settings are written without dashes, as train.epochs=50."
         raise UserError(
-            f"unrecognized arguments: {' '.join(unknown or rest)}. `cimage {args.verb} --help` "
-            "lists what can be given."
+            f"unrecognized arguments: {' '.join(unknown or rest)}.{hint} "
+            f"`cimage {args.verb} --help` lists what can be given."
         )
     if rest:
         args.settings += rest

@@ -123,6 +123,8 @@ def do_neighbors(args: argparse.Namespace) -> Any:
     cfg = config_of(args)
     if not args.ids:
         raise UserError("Whose neighbours? Give --id, once or several times.")
+    if args.k < 1:
+        raise UserError(f"-k must be at least 1; got {args.k}.")
     from cimage_dist.pipeline import stages
     from cimage_dist.pipeline.neighbors import neighbors
 
@@ -141,8 +143,10 @@ def do_neighbors(args: argparse.Namespace) -> Any:
 def do_export(args: argparse.Namespace) -> Any:
     cfg = config_of(args)
     from cimage_dist.pipeline import stages
-    from cimage_dist.pipeline.neighbors import export
+    from cimage_dist.pipeline.neighbors import check_ending, export
 
+    for path in args.to:
+        check_ending(path)
     graph, z = stages.embedded(cfg, progress_of(args).note)
     files = [
         file for path in args.to or [Path("embeddings.parquet")] for file in export(z, graph, path)

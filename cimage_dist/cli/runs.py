@@ -194,6 +194,8 @@ def do_report(args: argparse.Namespace) -> Any:
 
     if args.points < 3:
         raise UserError(f"--points is {args.points}; a map needs at least 3.")
+    if args.figures and args.figures.exists() and not args.figures.is_dir():
+        raise UserError(f"--figures {args.figures} is a file. Give a folder, or a new name.")
     if len(args.settings) == 1 and (Path(args.settings[0]) / "trials").is_dir():
         return _sweep_report(Path(args.settings[0]), args)
     cfg = config_of(args)
@@ -236,6 +238,12 @@ def _sweep_report(folder: Path, args: argparse.Namespace) -> Any:
 
 
 def do_show(args: argparse.Namespace) -> Any:
+    from cimage_dist.errors import UserError
+
+    if args.memory is not None and not args.plan:
+        raise UserError("--memory is compared with a plan. Give --plan too.")
+    if args.memory is not None and not args.memory > 0:
+        raise UserError(f"--memory must be positive, in GB; got {args.memory:g}.")
     if args.keys:
         from cimage_dist.reporting.terminal import show_keys
 

@@ -56,6 +56,15 @@ OPTIONAL = {
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
+def return_freed_memory() -> None:
+    """Hand freed blocks back to the system: after a stage that needed more than the next ones will.
+
+    Does nothing where the C library is not glibc.
+    """
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep freed blocks for the next step instead of handing them back to the
     system; what was freed before goes back.
@@ -64,12 +73,8 @@ def keep_freed_memory() -> None:
     costs a fault at first touch: on the CPU that is a good part of a training step. Does nothing
     where the C library is another one.
     """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
-    if hasattr(library, "mallopt"):
+    return_freed_memory()
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the argument is a C int
 

@@ -49,7 +49,7 @@ def open_storage(source: str) -> tuple[Any, str]:
                 "package for that storage on every node."
             ) from None
         return ArrowFSWrapper(found), folder
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(
             f"{source} cannot be read: {error}. Give a folder, or a URL such as s3://bucket/folder."
         ) from None

@@ -7,6 +7,7 @@ parameter.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.config import Config, ModelConfig
 from cimage_dist.nn.encoder import Encoder, decode_reach, start_edge_factors, start_from_pca
-from cimage_dist.nn.projection import dropout
+from cimage_dist.nn.projection import draw_key, dropout
+from cimage_dist.nn.propagate import can_compile
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.types import EdgeList, FeatureMoments, Features, Hops, View
 
@@ -54,6 +56,7 @@ class FactorDecoder(nn.Module):
 
 
 _CHUNK_PAIRS = 8_192  # gathered at a time
+_KEPT_PAIRS = 1 << 15  # whose products are kept for the backward pass; of more, they are made again
 
 
 class _PairProducts(torch.autograd.Function):
@@ -83,6 +86,51 @@ class _PairProducts(torch.autograd.Function):
         return ends[0].add_(ends[1]), None
 
 
+class _PairLayer(torch.autograd.Function):
+    """W dropout(z[u] ⊙ z[v]) + b of pairs, [n, H]: the numbers that `_PairProducts`, dropout and
+    the layer give one after another, without anything of size n x D kept or made at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, pairs: Tensor, weight_HD: Tensor, bias: Tensor, rate: float
+    ) -> Tensor:
+        ctx.save_for_backward(z, pairs, weight_HD)
+        ctx.rate, ctx.key = rate, draw_key() if rate else 0
+        parts = _dropped_products(z, pairs, ctx.rate, ctx.key)
+        return torch.cat([torch.addmm(bias, x, weight_HD.t()) for _, x in parts])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from cimage_dist.nn.kernels.cpu.messages import drop
+
+        z, pairs, weight_HD = ctx.saved_tensors
+        ends, grad_HD = (torch.zeros_like(z), torch.zeros_like(z)), torch.zeros_like(weight_HD)
+        for part, x in _dropped_products(z, pairs, ctx.rate, ctx.key):
+            grad = grads[0][part]
+            grad_HD.addmm_(grad.t(), x)
+            grad_x = grad @ weight_HD
+            if ctx.rate:
+                grad_x = drop(grad_x, ctx.rate, ctx.key, part.start * z.shape[1])
+            u, v = pairs[part].unbind(1)
+            ends[0].index_add_(0, v, grad_x * z.index_select(0, u))
+            ends[1].index_add_(0, u, grad_x.mul_(z.index_select(0, v)))
+        return ends[0].add_(ends[1]), None, grad_HD, grads[0].sum(0), None
+
+
+def _dropped_products(
+    z: Tensor, pairs: Tensor, rate: float, key: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """(some of the pairs, dropout(z[u] ⊙ z[v]) of them), until all have had their turn."""
+    from cimage_dist.nn.kernels.cpu.messages import drop
+
+    for begin in range(0, pairs.shape[0], _CHUNK_PAIRS):
+        part = slice(begin, min(begin + _CHUNK_PAIRS, pairs.shape[0]))
+        u, v = pairs[part].unbind(1)
+        x = z.index_select(0, u).mul_(z.index_select(0, v))
+        yield part, drop(x, rate, key, begin * z.shape[1]) if rate else x
+
+
 class StructureDecoder(nn.Module):
     """logit(u, v) = MLP(z_u ⊙ z_v) (§5.2): every layer but the last is dropout -> Linear -> ReLU,
     the last is Linear to 1. Where the encoder has edge factors, it reads these alone, scaled
@@ -101,12 +149,18 @@ class StructureDecoder(nn.Module):
         """z [N, ...] flattened per node, of which the last columns count; pairs int64 [n, 2] ->
         logits [n].
         """
-        z = z.flatten(1)[:, -self.width :]
+        flat, first = z.flatten(1)[:, -self.width :], cast(nn.Linear, self.layers[0])
         if self.edge_factors:
-            factors = z.unflatten(1, (self.edge_factors, -1))
-            z = normalize_factors(factors).flatten(1) * factors.shape[2] ** 0.5
-        x = cast(Tensor, _PairProducts.apply(z, pairs))
-        for layer in self.layers[:-1]:
+            factors = flat.unflatten(1, (self.edge_factors, -1))
+            flat = normalize_factors(factors).flatten(1) * factors.shape[2] ** 0.5
+        can_fuse = can_compile(flat, first.weight) and not torch.is_autocast_enabled("cpu")
+        if pairs.shape[0] > _KEPT_PAIRS and len(self.layers) > 1 and can_fuse:
+            rate = self.dropout if self.training else 0.0
+            out = cast(Tensor, _PairLayer.apply(flat, pairs, first.weight, first.bias, rate))
+            x, rest = torch.relu(out), self.layers[1:-1]
+        else:
+            x, rest = cast(Tensor, _PairProducts.apply(flat, pairs)), self.layers[:-1]
+        for layer in rest:
             x = torch.relu(layer(dropout(x, self.dropout, self.training)))
         return cast(Tensor, self.layers[-1](x)).squeeze(-1)
 

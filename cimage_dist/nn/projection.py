@@ -22,6 +22,11 @@ from cimage_dist.nn.propagate import weighted_sum
 from cimage_dist.types import SPARSE_SHARE, FeatureMoments, Features, SparseRows
 
 
+def draw_key() -> int:
+    """What `dropout` draws by, from torch's generator."""
+    return int(torch.randint(2**62, (1,), dtype=torch.int64))
+
+
 def dropout(x: Tensor, p: float, training: bool, place: Tensor | None = None) -> Tensor:
     """x·m/(1-p), m = 1 with probability 1-p; the identity outside training.
 
@@ -33,7 +38,7 @@ def dropout(x: Tensor, p: float, training: bool, place: Tensor | None = None) ->
         return x
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return F.dropout(x, p, training)
-    key = int(torch.randint(2**62, (1,), dtype=torch.int64))
+    key = draw_key()
     if place is not None:
         from cimage_dist.nn.kernels.cpu.messages import drop_at
 

@@ -154,13 +154,21 @@ def export(z: Any, graph: Any, path: str | Path) -> list[Path]:
     room for ids, they are in a csv file beside it.
     """
     graph, path = _known(graph), Path(path)
+    kind = check_ending(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _WRITERS[kind](_matrix(z, graph), graph, path)
+
+
+def check_ending(path: Path) -> str:
+    """The ending of a file that `export` can write."""
     kind = next((kind for kind in _WRITERS if path.name.endswith(kind)), None)
     if kind is None:
         raise UserError(
             f"{path} does not say what to write; end it with one of {', '.join(_WRITERS)}."
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return _WRITERS[kind](_matrix(z, graph), graph, path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder. Choose another name for the file.")
+    return kind
 
 
 def _tables(z: Matrix, graph: Graph) -> Iterator[pa.Table]:

@@ -124,6 +124,7 @@ def doctor(is_printed: bool) -> dict[str, Any]:
 
 
 OURS = "CIMAGE"
+_WIDE = 130  # columns of a terminal that has room for the standard errors
 SCORES = {
     "node": {
         "pool": "node probe, draws of train + val",
@@ -264,6 +265,7 @@ def footnotes(result: dict[str, Any]) -> list[str]:
 
 
 def print_scores(result: dict[str, Any]) -> None:
+    from rich.box import HEAVY_HEAD, SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -271,14 +273,19 @@ def print_scores(result: dict[str, Any]) -> None:
     columns, rows = score_table(result)
     is_free = words.is_label_free(result)
     title = "scores without labels (below: what they mean)" if is_free else "scores in percent"
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right")
+    console = Console()
+    is_narrow = console.width < _WIDE and any("±" in cell for row in rows for cell in row)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD if is_narrow else HEAVY_HEAD)
+    table.add_column("")
+    for name in columns[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         best = winners(row)
-        table.add_row(*[Text(cell, "bold" if i in best else "") for i, cell in enumerate(row)])
-    console = Console()
+        cells = [cell.partition(" ±")[0] if is_narrow else cell for cell in row]
+        table.add_row(*[Text(cell, "bold" if i in best else "") for i, cell in enumerate(cells)])
     console.print(table)
+    if is_narrow:
+        console.print(f"standard errors: with --json, or {_WIDE} columns wide")
     for note in footnotes(result):
         console.print(note, highlight=False, markup=False)
     if "run_dir" in result:

@@ -152,13 +152,16 @@ def worker(
     _prepare_scores(trainer, sink, saved is None)
     if saved is not None:
         trainer.restore(saved)
-    # From here on: preparation makes larger blocks, once, than any step.
-    keep_freed_memory()
     total = trainer.total_steps
     meter, pace = Meter(cfg, trainer.device), Pace(total, cfg.ci.every_steps)
+    is_first = True
     for batches in meter.timed(trainer.remaining()):
         with pace.refresh(trainer.is_refresh_due()):
             refreshed = trainer.refresh()
+        if is_first:
+            # From here on: preparation and the first partition make larger blocks than any step.
+            keep_freed_memory()
+            is_first = False
         if refreshed is not None:
             sink.log("ci", trainer.step, refreshed)
         with meter.time("step"):

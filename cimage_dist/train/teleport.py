@@ -24,6 +24,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.store import Graph
+from cimage_dist.io.environment import return_freed_memory
 from cimage_dist.nn.encoder import principal_directions
 from cimage_dist.nn.inference import range_edges
 from cimage_dist.nn.propagate import propagate
@@ -178,11 +179,12 @@ def _powers(
         step = max(1, 2**24 // graph.num_features)
         h = torch.cat([halves.start(rows) for rows in graph.stored_rows().split(step)])
         edges = range_edges(topology, slice(0, topology.num_nodes), h.device)
-        found = [h[nodes]]
-        for _ in range(_LAYERS):
+        power = h.new_empty(_LAYERS + 1, nodes.numel(), h.shape[1])
+        power[0] = h[nodes]
+        for k in range(_LAYERS):
             h = propagate(h, edges, 0.0, 1)
-            found.append(h[nodes])
-        yield torch.stack(found)
+            power[k + 1] = h[nodes]
+        yield power
         return
     sampler = NeighbourSampler(
         topology.indptr.numpy(), topology.indices.numpy(), _FANOUTS, backend="csr"
@@ -208,6 +210,7 @@ def fit_to_graph(cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> C
         # Rank 0's word counts: sums may round differently elsewhere.
         found = choose_teleport(graph, topology) if comm.is_main else None
         model = replace(model, teleport=comm.broadcast_object(found).alpha)
+        return_freed_memory()
     return replace(cfg, model=model)
 
 
@@ -230,10 +233,13 @@ def choose_teleport(graph: Graph, topology: Topology) -> Teleport:
         halves = _halve(sample, key)
         if halves is None:
             return Teleport(FALLBACK, None)
-        powers = torch.cat(list(_powers(graph, topology, halves, nodes, key)), dim=1)
+        parts = list(_powers(graph, topology, halves, nodes, key))
+        powers = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]  # 100 MB at 20,000 nodes
+        del parts
         one, other = powers.chunk(2, dim=2)
         for source, target in ((one, other[0]), (other, one[0])):
             shares += explained(source, target, fits) / (2 * _SPLITS)
+        del powers, one, other, source, target
     if not bool(shares.max() > _LEAST_GAIN):
         return Teleport(FALLBACK, None)
     best = peak(shares)

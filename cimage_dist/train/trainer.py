@@ -20,6 +20,7 @@ from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
+from cimage_dist.io.environment import return_freed_memory
 from cimage_dist.nn.model import build_model, needs_moments, norm_kind
 from cimage_dist.nn.optim import Adam
 from cimage_dist.nn.projection import BatchNorm, compact, placed, settle
@@ -98,6 +99,8 @@ class Trainer:
         self.model = build_model(graph.num_features, cfg, moments).to(
             self.device, torch.get_default_dtype()
         )
+        del moments
+        return_freed_memory()  # of moments and principal directions
         if cfg.resources.compile:
             for part in (self.model.structure, self.model.factors):
                 if part is not None:

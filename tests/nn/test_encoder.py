@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cimage_dist.config import ModelConfig
 from cimage_dist.config_loading import load_config
+from cimage_dist.nn import model as models
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.inference import encode_graph, target_ranges
-from cimage_dist.nn.model import _PairProducts, build_model
+from cimage_dist.nn.model import StructureDecoder, _PairProducts, build_model
 from cimage_dist.nn.propagate import gcn_smooth
 from cimage_dist.types import EdgeList, FeatureMoments
 from tests.graphs import random_topology, topology_from_pairs
@@ -172,3 +174,27 @@ def test_products_of_pairs_are_those_of_gathered_rows_to_the_bit():
         out = product(flat)
         found.append((out.detach(), *torch.autograd.grad(out, flat, slope)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_many_pairs_are_scored_without_keeping_their_products(rate, monkeypatch):
+    """The same bits of logits and gradients, in pieces as at once."""
+    z = torch.randn(50, 4, 8, requires_grad=True)
+    pairs = torch.randint(50, (1000, 2))
+    decoder = StructureDecoder(
+        ModelConfig(num_factors=4, factor_dim=8, structure_dropout=rate)
+    ).train()
+    found = []
+    for kept in (1000, 999):
+        monkeypatch.setattr(models, "_KEPT_PAIRS", kept)
+        torch.manual_seed(0)
+        logits = decoder(z, pairs)
+        inputs = [z, *decoder.parameters()]
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), inputs)])
+    monkeypatch.setattr(models, "_CHUNK_PAIRS", 96)
+    torch.manual_seed(0)
+    logits = decoder(z, pairs)
+    found.append([logits, *torch.autograd.grad(logits.square().sum(), [z, *decoder.parameters()])])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(two, one, rtol=2e-6, atol=1e-6)

@@ -129,13 +129,28 @@ def test_few_labels_that_could_not_be_had() -> None:
     assert not any("over 0" in note for note in footnotes(RESULT | {"few_labels": {"500": none}}))
 
 
-def test_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     print_scores(RESULT)
     out = capsys.readouterr().out
     for row in TABLE:
         line = next(line for line in out.splitlines() if row[0] in line)
         assert [cell.strip() for cell in line.strip("│").split("│")] == row
     assert "run directory: runs/toy" in out
+
+
+def test_printed_in_eighty_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number on the line of its score, whole; standard errors give way."""
+    monkeypatch.setenv("COLUMNS", "80")
+    print_scores(RESULT)
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    for row in TABLE:
+        numbers = [cell.partition(" ±")[0] for cell in row[1:]]
+        assert any(line.split()[-len(numbers) :] == numbers for line in out.splitlines())
+    assert "standard errors: with --json" in out
 
 
 def record(step: int, **terms: float) -> dict[str, Any]:

@@ -74,17 +74,26 @@ def add_messages(
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _drop(
-    x: Any, out: Any, low: Any, high: Any, threshold: Any, scale: float, parts: int, part: int
+    x: Any,
+    out: Any,
+    first: Any,
+    low: Any,
+    high: Any,
+    threshold: Any,
+    scale: float,
+    parts: int,
+    part: int,
 ) -> None:
-    """out[i] = scale·x[i] where hash(key, i) >= threshold, else 0, for a part of the positions."""
+    """out[i] = scale·x[i] where hash(key, first + i) >= threshold, else 0, for a part of all i."""
     source, target, factor = pointer(x), pointer(out), spread(pointer(x), scale)
     vectors = x.size // LANES
     for i in range(vectors * part // parts * LANES, vectors * (part + 1) // parts * LANES, LANES):
-        kept = multiply(factor, keep_mask(source, np.uint64(i), low, high, threshold))
+        kept = multiply(factor, keep_mask(source, first + np.uint64(i), low, high, threshold))
         store(target, i, multiply(kept, load(source, i)))
     if part == parts - 1 and vectors * LANES < x.size:
         rest = np.zeros(LANES, x.dtype)
-        kept = keep_mask(source, np.uint64(vectors * LANES), low, high, threshold)
+        at = first + np.uint64(vectors * LANES)
+        kept = keep_mask(source, at, low, high, threshold)
         store(pointer(rest), 0, multiply(factor, kept))
         for i in range(vectors * LANES, x.size):
             out[i] = rest[i - vectors * LANES] * x[i]
@@ -119,11 +128,11 @@ def drop_at(x: Tensor, place: Tensor, p: float, key: int) -> Tensor:
     return out
 
 
-def drop(x: Tensor, p: float, key: int) -> Tensor:
-    """x·m/(1-p) with m a function of (key, position)."""
+def drop(x: Tensor, p: float, key: int, first: int = 0) -> Tensor:
+    """x·m/(1-p) with m a function of (key, position), positions counted from `first`."""
     source = x.detach().contiguous()
     out = torch.empty_like(source)
     flat, target = source.view(-1).numpy(), out.view(-1).numpy()
     parts = num_parts()
-    run_parts(partial(_drop, flat, target, *_words(p, key), parts), parts)
+    run_parts(partial(_drop, flat, target, np.uint64(first), *_words(p, key), parts), parts)
     return out
