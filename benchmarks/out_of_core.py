@@ -44,6 +44,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.io.environment import keep_freed_memory
 from cimage_dist.pipeline.embedding import here, make_embeddings
 from cimage_dist.sampling.loader import BatchLoader
+from cimage_dist.train import initial
 from cimage_dist.train.loop import _prepare_scores
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.train.trainer import Trainer
@@ -73,7 +74,7 @@ def config(nodes: int, folder: Path, args: argparse.Namespace) -> Config:
             f"sampler.fanouts={args.fanouts}",
             f"cluster.num_clusters={min(CLASSES, nodes // 50)}",
             "cluster.init=file",
-            f"cluster.labels_path={folder / f'labels-{nodes}.npy'}",
+            f"cluster.labels_path={folder / f'labels-{nodes}'}",
             f"ci.max_samples={args.samples}",
             "resources.threads=1",
             "resources.device=cpu",
@@ -135,20 +136,30 @@ def build(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def label(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    cfg = config(nodes, folder, args)
+    write_labels(cfg, open_graph(cfg.data))
+    return {}
+
+
 def write_labels(cfg: Config, graph: Graph) -> None:
-    """The planted communities, 30 % of them drawn anew: labels as a clustering would give them."""
-    path = Path(cfg.cluster.labels_path or "")
-    if path.is_file():
+    """The planted communities, 30 % of them drawn anew, and a random confidence: what a clustering
+    would give.
+    """
+    folder = Path(cfg.cluster.labels_path or "")
+    if folder.is_dir():
         return
     assert graph.y is not None
-    out = np.lib.format.open_memmap(path, "w+", np.int32, (graph.num_nodes,))
+    labels = torch.from_numpy(np.array(graph.y))
+    confidence = torch.empty(graph.num_nodes, dtype=torch.float64)
     key = keyed.stream(0, "initial-labels", 7)
     for first in range(0, graph.num_nodes, 1 << 20):
         gids = torch.arange(first, min(first + (1 << 20), graph.num_nodes))
-        other = keyed.integers(key, 2 * gids, graph.num_classes).numpy()
-        is_wrong = (keyed.uniform(key, 2 * gids + 1) < LABEL_NOISE).numpy()
-        out[first : first + len(gids)] = np.where(is_wrong, other, graph.y[gids.numpy()])
-    out.flush()
+        other = keyed.integers(key, 3 * gids, graph.num_classes)
+        is_wrong = keyed.uniform(key, 3 * gids + 1) < LABEL_NOISE
+        labels[gids] = torch.where(is_wrong, other, labels[gids])
+        confidence[gids] = keyed.uniform(key, 3 * gids + 2)
+    initial.write_labels(folder, initial.LabelSet(labels, confidence))
 
 
 def train(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -157,7 +168,6 @@ def train(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     cfg = config(nodes, folder, args)
     started = memory_of()
     path = store_path(cfg.data)
-    write_labels(cfg, Graph.open(path, "never"))
     forget(path)
     began = time.perf_counter()
     graph = open_graph(cfg.data)
@@ -233,6 +243,7 @@ def children() -> set[int]:
 
 PARTS: dict[str, Callable[[int, Path, argparse.Namespace], dict[str, Any]]] = {
     "build": build,
+    "label": label,
     "train": train,
 }
 
@@ -295,7 +306,7 @@ def run(part: str, nodes: int, args: argparse.Namespace, limit: float = 0) -> di
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            preexec_fn=group.enter if group else None,  # noqa: PLW1509  one thread, nothing locked
+            preexec_fn=group.enter if group else None,  # one thread, nothing locked
         )
         if done.returncode and not limit:
             raise UserError(f"{part} of {nodes:,} nodes ended with {done.returncode}; see above.")
@@ -360,6 +371,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.only == "build":
         return result
     for name, size in sizes.items():
+        run("label", size, args)
         result[name]["train"] = run("train", size, args)
     small, large = (result[name]["train"]["warm_again"] for name in ("small", "large"))
     result["step_ratio"] = large["step_ms"] / small["step_ms"]

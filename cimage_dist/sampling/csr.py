@@ -20,15 +20,15 @@ are treated by degree:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from cimage_dist import keyed
+from cimage_dist.sampling.compiled import jit, lower_bound
 from cimage_dist.sampling.hidden import HiddenEdges
 from cimage_dist.sampling.seeds import IntArray
 
@@ -39,16 +39,6 @@ _TIE_MASK = (1 << 20) - 1
 
 for _function in (keyed.shift_right, keyed.mix, keyed.word, keyed.nth_word):
     register_jitable(_function)
-
-
-def _jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile, keeping the machine code on disk where that is possible (a read-only installation
-    has no place for it).
-    """
-    try:
-        return numba.njit(fn, nogil=True, cache=True)
-    except RuntimeError:
-        return numba.njit(fn, nogil=True)
 
 
 class CsrGraph(NamedTuple):
@@ -99,31 +89,20 @@ def tied_hash(key: int, first: Any, offset: Any) -> Any:
     return (keyed.shift_right(draw, 1) & ~_TIE_MASK) | (offset & _TIE_MASK)
 
 
-@_jit
-def _lower_bound(values, low, high, value):  # type: ignore[no-untyped-def]
-    while low < high:
-        middle = (low + high) >> 1
-        if values[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@_jit
+@jit
 def _listed(hidden, row):  # type: ignore[no-untyped-def]
     """Where the listed edges of a row stand in `pair_keys`."""
     pairs = hidden.pair_keys
-    low = _lower_bound(pairs, 0, len(pairs), row * hidden.num_nodes)
-    return low, _lower_bound(pairs, low, len(pairs), (row + 1) * hidden.num_nodes)
+    low = lower_bound(pairs, 0, len(pairs), row * hidden.num_nodes)
+    return low, lower_bound(pairs, low, len(pairs), (row + 1) * hidden.num_nodes)
 
 
-@_jit
+@jit
 def _is_hidden(hidden, low, high, row, column):  # type: ignore[no-untyped-def]
     """`HiddenEdges.is_hidden` of one pair; low, high = _listed(hidden, row)."""
     if low < high:
         pair = row * hidden.num_nodes + column
-        place = _lower_bound(hidden.pair_keys, low, high, pair)
+        place = lower_bound(hidden.pair_keys, low, high, pair)
         if place < high and hidden.pair_keys[place] == pair:
             return True
     if hidden.extra_rate > 0:
@@ -133,7 +112,7 @@ def _is_hidden(hidden, low, high, row, column):  # type: ignore[no-untyped-def]
     return False
 
 
-@_jit
+@jit
 def _insert(values, size, value):  # type: ignore[no-untyped-def]
     """Insert into the ascending values[:size], dropping the largest if all places are taken;
     returns the new size.
@@ -146,7 +125,7 @@ def _insert(values, size, value):  # type: ignore[no-untyped-def]
     return min(size + 1, len(values))
 
 
-@_jit
+@jit
 def _list_row(graph, row, hidden, out):  # type: ignore[no-untyped-def]
     """The visible entries of a row; returns how many."""
     low, high = _listed(hidden, row)
@@ -158,7 +137,7 @@ def _list_row(graph, row, hidden, out):  # type: ignore[no-untyped-def]
     return size
 
 
-@_jit
+@jit
 def _keep_smallest(key, is_tied, row, begin, entries, best, out):  # type: ignore[no-untyped-def]
     """Those entries of a row, at most len(best), whose hashes are smallest; returns how many."""
     first = keyed.word(key, row)
@@ -177,7 +156,7 @@ def _keep_smallest(key, is_tied, row, begin, entries, best, out):  # type: ignor
     return kept
 
 
-@_jit
+@jit
 def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-def]
     """The first len(out) new and visible entries of the row's sequence, ascending; returns whether
     that many were found in `draws` draws.
@@ -190,7 +169,7 @@ def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-d
     for i in range(draws):
         draw = keyed.shift_right(keyed.nth_word(key, first, i), 11) * 2.0**-53
         at = begin + np.int64(draw * degree)
-        known = _lower_bound(out, 0, size, at)
+        known = lower_bound(out, 0, size, at)
         if (known == size or out[known] != at) and not _is_hidden(
             hidden, low, high, row, np.int64(graph.indices[at])
         ):
@@ -200,7 +179,7 @@ def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-d
     return False
 
 
-@_jit
+@jit
 def _select_rows(graph, targets, fanout, bound, draws, keys, hidden, entry):  # type: ignore[no-untyped-def]
     kept, visible = np.empty(len(targets), np.int64), np.empty(len(targets), np.float64)
     short, best = np.empty(bound, np.int64), np.empty(max(fanout, 0), np.int64)
@@ -247,7 +226,7 @@ def select(
     return Selection(entry[:written], kept, visible)
 
 
-@_jit
+@jit
 def _find(slots, item, mask):  # type: ignore[no-untyped-def]
     """Slot of `item`, or the empty slot (-1) where it belongs; linear probing."""
     place = keyed.mix(item) & mask
@@ -256,7 +235,7 @@ def _find(slots, item, mask):  # type: ignore[no-untyped-def]
     return place
 
 
-@_jit
+@jit
 def _insert_ids(slots, known, columns, place, fresh):  # type: ignore[no-untyped-def]
     """Slot of every column, and the slots of those not known before, in order of first appearance;
     returns how many.
@@ -277,7 +256,7 @@ def _insert_ids(slots, known, columns, place, fresh):  # type: ignore[no-untyped
     return num_fresh
 
 
-@_jit
+@jit
 def _label_ids(slots, ordered, num_known, place):  # type: ignore[no-untyped-def]
     for i in range(len(ordered)):
         slots[ordered[i], 1] = num_known + i

@@ -5,9 +5,9 @@ The seed schedule: which undirected edges, and which negatives, make up the glob
 (§3.3, §3.4).
 
 Undirected edge t in [0, m) is the t-th entry of the strict upper triangle, counted row by row.
-Because columns ascend inside a row, those entries are the tail of the row, so one array `upper_ptr`
-[N+1] (upper entries before each row) turns t into a row by binary search and into a column by its
-distance from the row's end. Permuting t rather than the 2m directed entries gives every undirected
+Because columns ascend inside a row, those entries are the tail of the row. `UpperEntries` keeps how
+many come before every sixteenth row and counts on from there, so that half a byte a node turns t
+into a row and into a column, by its distance from the row's end. Permuting t rather than the 2m directed entries gives every undirected
 edge once an epoch in batches of constant size, without a filter.
 """
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
+from cimage_dist.sampling.compiled import jit, lower_bound
 
 # Four rounds already make a Feistel network pseudo-random (Luby & Rackoff 1988); on domains of a
 # few dozen points the halves are two or three bits wide and more rounds are needed before the order
@@ -144,22 +145,52 @@ def has_edge(
     return out
 
 
-def upper_pointer(
-    indptr: IntArray, indices: IntArray, chunk_rows: int = 1 << 20
-) -> NDArray[np.int64]:
-    """Entries of the strict upper triangle before each row, int64 [N+1]; the last one is m.
+@jit
+def _upper_of(indptr, indices, row):  # type: ignore[no-untyped-def]
+    """How many columns of a row are above it."""
+    end = indptr[row + 1]
+    return end - lower_bound(indices, indptr[row], end, row)
 
-    One pass over the rows with a binary search in each: O(N log degree) reads, O(chunk_rows) memory
-    besides the result.
-    """
+
+@jit
+def _count_upper(indptr, indices, rows_apart):  # type: ignore[no-untyped-def]
     num_nodes = len(indptr) - 1
-    out = np.zeros(num_nodes + 1, dtype=np.int64)
-    for first in range(0, num_nodes, chunk_rows):
-        rows = np.arange(first, min(first + chunk_rows, num_nodes), dtype=np.int64)
-        pointers = np.asarray(indptr[first : rows[-1] + 2], dtype=np.int64)
-        end = pointers[1:]
-        out[rows + 1] = end - row_lower_bound(indices, pointers[:-1], end, rows)
-    return np.cumsum(out, out=out)
+    before = np.zeros(1 + (num_nodes + rows_apart - 1) // rows_apart, np.int64)
+    for row in range(num_nodes):
+        before[1 + row // rows_apart] += _upper_of(indptr, indices, row)
+    return before.cumsum()
+
+
+@jit
+def _find_upper(indptr, indices, before, rows_apart, ids, row, column):  # type: ignore[no-untyped-def]
+    for i in range(len(ids)):
+        group = np.searchsorted(before, ids[i], side="right") - 1
+        left, at = ids[i] - before[group], group * rows_apart
+        count = _upper_of(indptr, indices, at)
+        while left >= count:
+            left -= count
+            at += 1
+            count = _upper_of(indptr, indices, at)
+        row[i], column[i] = at, indices[indptr[at + 1] - count + left]
+
+
+class UpperEntries:
+    """The entries of the strict upper triangle, numbered row by row: 0 <= t < `total`.
+
+    Made in one pass over the rows with a binary search in each. It keeps the number of entries
+    before every `rows_apart`-th row, int64, and counts the rows from there on when asked.
+    """
+
+    def __init__(self, indptr: IntArray, indices: IntArray, rows_apart: int = 16) -> None:
+        self.indptr, self.indices, self.rows_apart = indptr, indices, rows_apart
+        self.before = _count_upper(indptr, indices, rows_apart)
+        self.total = int(self.before[-1])
+
+    def ends(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(row, column) with row < column of the entries `ids` [B]."""
+        row, column = np.empty_like(ids), np.empty_like(ids)
+        _find_upper(self.indptr, self.indices, self.before, self.rows_apart, ids, row, column)
+        return row, column
 
 
 class SeedSchedule:
@@ -178,9 +209,9 @@ class SeedSchedule:
                 "Set it to 1 or more; 1024 is a good start."
             )
         self.indptr, self.indices = np.asarray(indptr), np.asarray(indices)
-        self.upper_ptr = upper_pointer(self.indptr, self.indices)
+        self.upper = UpperEntries(self.indptr, self.indices)
         self.num_nodes = len(self.indptr) - 1
-        self.num_edges = int(self.upper_ptr[-1])
+        self.num_edges = self.upper.total
         if 2 * self.num_edges != len(self.indices):
             raise UserError(
                 f"the graph is not symmetric, or has self-loops: {len(self.indices)} directed "
@@ -224,9 +255,7 @@ class SeedSchedule:
         """(row, column) with row < column of undirected edges `edge_ids` [B]."""
         # Ascending look-ups walk the mapped files forward once instead of jumping about in them.
         order = np.argsort(edge_ids)
-        ascending = edge_ids[order]
-        row = np.searchsorted(self.upper_ptr, ascending, side="right") - 1
-        column = self.indices[self.indptr[row + 1] - (self.upper_ptr[row + 1] - ascending)]
+        row, column = self.upper.ends(edge_ids[order])
         out_row, out_column = np.empty_like(edge_ids), np.empty_like(edge_ids)
         out_row[order], out_column[order] = row, column
         return out_row, out_column
