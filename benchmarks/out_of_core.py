@@ -27,12 +27,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from hardware import facts, headline
+from numpy.typing import NDArray
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
@@ -166,6 +166,7 @@ def train(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Cold steps, the same again warm, a refresh, steps fed by a loader process, embeddings."""
     torch.set_num_threads(1)
     cfg = config(nodes, folder, args)
+    load = os.getloadavg()[0]
     started = memory_of()
     path = store_path(cfg.data)
     forget(path)
@@ -180,22 +181,21 @@ def train(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     refreshed = trainer.refresh()
     refresh = {"first_s": time.perf_counter() - began, "confident": (refreshed or {})["confident"]}
-    source, forever = trainer.batches.source, range(args.steps)  # type: ignore[attr-defined]
+    source = trainer.batches.source  # type: ignore[attr-defined]
     forget(path)
 
     def steps() -> dict[str, float]:
-        data, step = [], []
-        for number in forever:
-            began = time.perf_counter()
+        rows = []
+        for number in range(args.steps):
+            before = clocks()
             batch = trainer.batches.convert(source[number], number)  # type: ignore[attr-defined]
-            made = time.perf_counter()
+            made = clocks()
             trainer.advance([batch])
-            data.append(made - began)
-            step.append(time.perf_counter() - made)
-        both = [a + b for a, b in zip(data, step, strict=True)]
-        return {"data_ms": 1e3 * median(data), "step_ms": 1e3 * median(both)}
+            rows.append(np.concatenate([made - before, clocks() - before]))
+        names = ("data_ms", "data_cpu_ms", "step_ms", "step_cpu_ms")
+        return dict(zip(names, (1e3 * np.median(rows, axis=0)).tolist(), strict=True))
 
-    found: dict[str, Any] = {"cold": steps(), "warm": steps(), "warm_again": steps()}
+    found: dict[str, Any] = {"cold": steps(), "first_again": steps(), "warm": steps()}
     batch = source[0]
     found["batch"] = {"nodes": batch.x.shape[0], "messages": batch.edges.src.numel()}
     refresh["again_s"] = timed(lambda: trainer.refresher(trainer.model.encoder, 1, trainer.scores))
@@ -210,6 +210,7 @@ def train(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             )
         )
     found |= {
+        "load": load,
         "open_s": opened,
         "labels_s": prepared,
         "refresh": refresh,
@@ -219,6 +220,11 @@ def train(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gb": peak_gb(),
     }
     return found
+
+
+def clocks() -> NDArray[np.float64]:
+    """Seconds of the clock and of this process's CPU time."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -333,12 +339,9 @@ def show(result: dict[str, Any]) -> str:
         )
         if used:
             lines.append(f"  {describe(used)}")
-    if "step_ratio" in result:
-        lines.append(
-            "large / small, warm: step {step_ratio:.2f}, data path {data_ratio:.2f}".format(
-                **result
-            )
-        )
+    if "ratios" in result:
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in result["ratios"].items())
+        lines.append(f"large / small, warm: {shown}")
     for name, found in result.get("limits", {}).items():
         shown = describe(found) if "warm" in found else json.dumps(found)
         lines.append(f"within {name} GB: {shown}")
@@ -348,10 +351,12 @@ def show(result: dict[str, Any]) -> str:
 
 
 def describe(used: dict[str, Any]) -> str:
-    cold, warm, refresh = used["cold"], used["warm_again"], used["refresh"]
+    cold, warm, refresh = used["cold"], used["warm"], used["refresh"]
     return (
-        f"step {cold['step_ms']:.0f} ms cold, {warm['step_ms']:.0f} warm (data path "
-        f"{cold['data_ms']:.0f}, {warm['data_ms']:.0f}); open {used['open_s']:.1f} s, labels "
+        f"step {cold['step_ms']:.0f} ms cold, {warm['step_ms']:.0f} warm, of CPU "
+        f"{cold['step_cpu_ms']:.0f} and {warm['step_cpu_ms']:.0f}; its data path "
+        f"{cold['data_ms']:.0f} and {warm['data_ms']:.0f}, of CPU {cold['data_cpu_ms']:.0f} and "
+        f"{warm['data_cpu_ms']:.0f}; open {used['open_s']:.1f} s, labels "
         f"{used['labels_s']:.1f} s, refresh {refresh['first_s']:.1f} s, again "
         f"{refresh['again_s']:.1f} s; {used['embed_rows_per_s']:,.0f} embedding rows/s; own memory "
         f"{used['memory']['anonymous']:.2f} GB, loader process "
@@ -373,9 +378,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name, size in sizes.items():
         run("label", size, args)
         result[name]["train"] = run("train", size, args)
-    small, large = (result[name]["train"]["warm_again"] for name in ("small", "large"))
-    result["step_ratio"] = large["step_ms"] / small["step_ms"]
-    result["data_ratio"] = large["data_ms"] / small["data_ms"]
+    small, large = (result[name]["train"]["warm"] for name in ("small", "large"))
+    result["ratios"] = {name: large[name] / small[name] for name in small}
     result["limits"] = {f"{gb:g}": run("train", nodes, args, gb) for gb in args.limits}
     return result
 
@@ -390,7 +394,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--samples", type=int, default=2000, help="ci.max_samples of the refresh")
     parser.add_argument("--rows", type=int, default=8192, help="nodes to embed")
-    parser.add_argument("--limits", type=float, nargs="*", default=[8, 4], metavar="GB")
+    parser.add_argument("--limits", type=float, nargs="*", default=[4, 8], metavar="GB")
     parser.add_argument("--only", choices=["build"], help="make the stores and stop")
     parser.add_argument("--folder", type=Path, help="keep the stores here")
     parser.add_argument("--json", type=Path, metavar="FILE")
