@@ -13,11 +13,11 @@ edge once an epoch in batches of constant size, without a filter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,10 +25,33 @@ from cimage_dist import keyed
 from cimage_dist.errors import UserError
 from cimage_dist.sampling.compiled import jit, lower_bound
 
+for _function in (keyed.shift_right, keyed.mix, keyed.word):
+    register_jitable(_function)
+
 # Four rounds already make a Feistel network pseudo-random (Luby & Rackoff 1988); on domains of a
 # few dozen points the halves are two or three bits wide and more rounds are needed before the order
 # of the first few outputs passes a chi-square test.
 _ROUNDS = 8
+
+
+@jit
+def _walk(positions, size, half, keys, is_inverse, out):  # type: ignore[no-untyped-def]
+    """The network is its own inverse with its keys reversed and the halves exchanged."""
+    mask = (1 << half) - 1
+    for i in range(len(positions)):
+        x = positions[i]
+        while True:
+            left, right = x >> half, x & mask
+            if is_inverse:
+                left, right = right, left
+            for key in keys:
+                left, right = right, left ^ (keyed.word(key, right) & mask)
+            if is_inverse:
+                left, right = right, left
+            x = (left << half) | right
+            if x < size:
+                break
+        out[i] = x
 
 
 class Bijection:
@@ -45,39 +68,24 @@ class Bijection:
             raise ValueError(f"a bijection needs a size between 1 and 2^62, not {size}")
         self.size = size
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._mask = (1 << self._half) - 1
-        self._keys = [keyed.derive(key, i) for i in range(_ROUNDS)]
+        self._keys = np.array([keyed.derive(key, i) for i in range(_ROUNDS)], dtype=np.int64)
 
     def __call__(self, positions: Tensor) -> Tensor:
         """The ids at `positions`, both int64 in [0, size), any shape."""
-        return self._walk(positions, self._forward)
+        return self._walked(positions, self._keys, False)
 
     def inverse(self, ids: Tensor) -> Tensor:
         """The positions at which `ids` come up."""
-        return self._walk(ids, self._backward)
+        return self._walked(ids, self._keys[::-1].copy(), True)
 
-    def _forward(self, x: Tensor) -> Tensor:
-        left, right = x >> self._half, x & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (keyed.bits(key, right) & self._mask)
-        return (left << self._half) | right
-
-    def _backward(self, x: Tensor) -> Tensor:
-        left, right = x >> self._half, x & self._mask
-        for key in reversed(self._keys):
-            left, right = right ^ (keyed.bits(key, left) & self._mask), left
-        return (left << self._half) | right
-
-    def _walk(self, x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+    def _walked(self, x: Tensor, keys: NDArray[np.int64], is_inverse: bool) -> Tensor:
         if x.numel() and (int(x.min()) < 0 or int(x.max()) >= self.size):
             raise ValueError(f"positions must lie in [0, {self.size})")
-        out = step(x.to(torch.int64).reshape(-1))
-        outside = (out >= self.size).nonzero().squeeze(1)
-        while outside.numel():
-            moved = step(out[outside])
-            out[outside] = moved
-            outside = outside[moved >= self.size]
-        return out.reshape(x.shape)
+        given = x.to(torch.int64).contiguous()
+        out = torch.empty_like(given)
+        flat, found = given.view(-1).numpy(), out.view(-1).numpy()
+        _walk(flat, self.size, self._half, keys, is_inverse, found)
+        return out
 
     def __repr__(self) -> str:
         return f"Bijection(size={self.size})"
@@ -117,31 +125,20 @@ def rank_slice(total: int, rank: int, world: int) -> tuple[int, int]:
     return total * rank // world, total * (rank + 1) // world
 
 
-def row_lower_bound(
-    indices: IntArray, begin: NDArray[np.int64], end: NDArray[np.int64], value: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """First position p in [begin, end) with indices[p] >= value, else end; elementwise over rows,
-    O(log degree) passes.
-    """
-    low, high = begin.copy(), end.copy()
-    active = np.flatnonzero(low < high)
-    while active.size:
-        middle = (low[active] + high[active]) >> 1
-        is_less = indices[middle] < value[active]
-        low[active[is_less]] = middle[is_less] + 1
-        high[active[~is_less]] = middle[~is_less]
-        active = active[low[active] < high[active]]
-    return low
+@jit
+def _has_edge(indptr, indices, u, v, out):  # type: ignore[no-untyped-def]
+    for i in range(len(u)):
+        end = indptr[u[i] + 1]
+        place = lower_bound(indices, indptr[u[i]], end, v[i])
+        out[i] = place < end and indices[place] == v[i]
 
 
 def has_edge(
     indptr: IntArray, indices: IntArray, u: NDArray[np.int64], v: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Whether {u, v} is an edge, elementwise, by binary search in row u."""
-    end = indptr[u + 1].astype(np.int64, copy=False)
-    found = row_lower_bound(indices, indptr[u].astype(np.int64, copy=False), end, v)
-    out = found < end
-    out[out] = indices[found[out]] == v[out]
+    out = np.empty(len(u), dtype=np.bool_)
+    _has_edge(indptr, indices, u, v, out)
     return out
 
 
