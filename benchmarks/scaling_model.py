@@ -229,7 +229,9 @@ class Model:
         return parts
 
 
-def table(model: Model, on: Hardware, title: str, share_of: Any) -> str:
+def table(
+    model: Model, on: Hardware, title: str, share_of: Any, gpus: tuple[int, ...] = GPUS
+) -> str:
     names = ["sampling", "reading", "transfer", "GPU", "reduction", "agreement", "refresh", "step"]
     lines = [
         f"**{title}, {on.name}**; ms per step",
@@ -240,7 +242,7 @@ def table(model: Model, on: Hardware, title: str, share_of: Any) -> str:
         "|" + "--:|" * (len(names) + 5),
     ]
     first: float | None = None
-    for world in GPUS:
+    for world in gpus:
         share = share_of(world)
         parts = model.step(world, share, on)
         rate = world * share / parts["step"]
@@ -264,6 +266,7 @@ def tables(constants: dict[str, Any]) -> str:
         shown = [f"{getattr(on, name) * _SCALE.get(name, 1):g}" for on in (A100, H100)]
         assumed.append(f"| `{name}` | {shown[0]} | {shown[1]} | {meaning} |")
     step = model.played
+    weak = f"Weak scaling, {WEAK_EDGES:,} edges per GPU"
     sent = ", ".join(f"{call.operation} {call.size:,} B {call.dtype}" for call in sorted(step.step))
     return "\n".join(
         [
@@ -288,13 +291,9 @@ def tables(constants: dict[str, Any]) -> str:
                 f"Strong scaling, global batch {batch:,} as in `configs/large/papers100m.yaml`",
                 lambda world: batch / world,
             ),
-            "",
-            table(
-                model, A100, f"Weak scaling, {WEAK_EDGES:,} edges per GPU", lambda world: WEAK_EDGES
-            ),
-            "",
-            table(
-                model, H100, f"Weak scaling, {WEAK_EDGES:,} edges per GPU", lambda world: WEAK_EDGES
+            *(
+                "\n" + table(model, on, weak, lambda world: WEAK_EDGES, GPUS[::3])
+                for on in (A100, H100)
             ),
         ]
     )

@@ -20,6 +20,7 @@ from cimage_dist.ci.smallest import (
     class_quota,
     ids_of,
     num_groups,
+    parts_of,
     sizes_in_parts,
     smallest_in_parts,
     smallest_per_group,
@@ -66,7 +67,8 @@ def select_confident(
     comm = comm or Comm()
     if not 0 < fraction <= 1:
         raise UserError(f"The confident fraction must lie in (0, 1]; got {fraction}.")
-    if int(comm.sum(torch.isnan(confidence).sum())):
+    missing = sum(int(torch.isnan(confidence[rows]).sum()) for rows in parts_of(len(confidence)))
+    if int(comm.sum(torch.tensor(missing))):
         raise UserError(
             "The confidence of the initial labels holds NaN, so nodes cannot be ranked. Give "
             "every node a finite confidence, e.g. 1."

@@ -51,6 +51,12 @@ Columns = Callable[[], Iterable[tuple[Tensor, Tensor]]] | list[tuple[Tensor, Ten
 Gids = Tensor | range  # a range where rows are many
 
 
+def parts_of(count: int) -> Iterator[slice]:
+    """Ranges of a million rows that together are `count`."""
+    for begin in range(0, count, _PART_ROWS):
+        yield slice(begin, min(begin + _PART_ROWS, count))
+
+
 def smallest_per_group(
     keys: Tensor, gids: Tensor, groups: Tensor, quota: Tensor, comm: Comm | None = None
 ) -> Tensor:
@@ -75,8 +81,7 @@ def smallest_in_parts(part: Part, count: int, quota: Tensor, comm: Comm | None =
     comm = comm or Comm()
 
     def rows() -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        for begin in range(0, count, _PART_ROWS):
-            at = slice(begin, min(begin + _PART_ROWS, count))
+        for at in parts_of(count):
             keys, gids, groups = part(at)
             yield at, _ordered_bits(keys), gids.to(torch.int64), groups
 
@@ -188,8 +193,8 @@ def sizes_in_parts(
     groups: Callable[[slice], Tensor], count: int, clusters: int, comm: Comm
 ) -> Tensor:
     total = torch.zeros(clusters, dtype=torch.int64)
-    for begin in range(0, count, _PART_ROWS):
-        found = groups(slice(begin, min(begin + _PART_ROWS, count)))
+    for rows in parts_of(count):
+        found = groups(rows)
         total += torch.bincount(found[found >= 0], minlength=clusters).cpu()
     return comm.sum(total)
 
