@@ -77,11 +77,12 @@ _PART = 1 << 20  # ids in memory at a time
 
 def below(key: int, share: float, begin: int, end: int) -> Tensor:
     """Those of the ids begin .. end-1 whose `uniform` is below `share`, ascending."""
-    found = [torch.empty(0, dtype=torch.int64)]
+    found = torch.empty(0, dtype=torch.int64)
     for at in range(begin, end, _PART):
         part = torch.arange(at, min(at + _PART, end))
-        found.append(part[uniform(key, part) < share])
-    return torch.cat(found)
+        # Joined at once: many small parts would keep the room of the large ones around them.
+        found = torch.cat([found, part[uniform(key, part) < share]])
+    return found
 
 
 def highest(key: int, count: int, chosen: int) -> Tensor:

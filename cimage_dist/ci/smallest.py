@@ -144,10 +144,15 @@ def _search(columns: Columns, bits: int, quota: Tensor, comm: Comm) -> tuple[Ten
         if not bool(quota.any()):
             break
         at_edge = here.view(clusters, _BINS).gather(1, edge.clamp(max=_BINS - 1).unsqueeze(1))
-        if not is_short and shift and int(at_edge[is_open].sum()) <= _PART_ROWS:
-            # Few are left: they are kept instead of read again.
-            is_short = True
-            columns = list(_near(columns, shift - _BITS, prefix, is_open))
+        total = int(at_edge[is_open].sum())
+        if not is_short and shift and total <= _PART_ROWS:
+            # Few are left: they are kept instead of read again. In one place made before: small
+            # tensors between large ones that come and go would keep the room of all of these.
+            is_short, few, end = True, quota.new_empty((2, total)), 0
+            for column, groups in _near(columns, shift - _BITS, prefix, is_open):
+                few[0, end : end + len(column)], few[1, end : end + len(column)] = column, groups
+                end += len(column)
+            columns = [(few[0], few[1])]
     return upto, quota
 
 
