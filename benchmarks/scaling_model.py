@@ -234,7 +234,9 @@ def fill(text: str) -> str:
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
-def table(model: Model, on: Hardware, title: str, share_of: Any) -> str:
+def table(
+    model: Model, on: Hardware, title: str, share_of: Any, gpus: tuple[int, ...] = GPUS
+) -> str:
     names = ["sampling", "reading", "transfer", "GPU", "reduction", "agreement", "refresh", "step"]
     lines = [
         fill(f"**{title}, {on.name}**; ms per step"),
@@ -245,7 +247,7 @@ def table(model: Model, on: Hardware, title: str, share_of: Any) -> str:
         "|" + "--:|" * (len(names) + 5),
     ]
     first: float | None = None
-    for world in GPUS:
+    for world in gpus:
         share = share_of(world)
         parts = model.step(world, share, on)
         rate = world * share / parts["step"]
@@ -269,6 +271,7 @@ def tables(constants: dict[str, Any]) -> str:
         shown = [f"{getattr(on, name) * _SCALE.get(name, 1):g}" for on in (A100, H100)]
         assumed.append(f"| `{name}` | {shown[0]} | {shown[1]} | {meaning} |")
     step = model.played
+    weak = f"Weak scaling, {WEAK_EDGES:,} edges per GPU"
     sent = ", ".join(f"{call.operation} {call.size:,} B {call.dtype}" for call in sorted(step.step))
     return "\n".join(
         [
@@ -295,13 +298,9 @@ def tables(constants: dict[str, Any]) -> str:
                 f"Strong scaling, global batch {batch:,} as in `configs/large/papers100m.yaml`",
                 lambda world: batch / world,
             ),
-            "",
-            table(
-                model, A100, f"Weak scaling, {WEAK_EDGES:,} edges per GPU", lambda world: WEAK_EDGES
-            ),
-            "",
-            table(
-                model, H100, f"Weak scaling, {WEAK_EDGES:,} edges per GPU", lambda world: WEAK_EDGES
+            *(
+                "\n" + table(model, on, weak, lambda world: WEAK_EDGES, GPUS[::3])
+                for on in (A100, H100)
             ),
         ]
     )

@@ -72,6 +72,32 @@ def integers(key: int, ids: Tensor, high: Tensor | int) -> Tensor:
     return (uniform(key, ids) * high).to(torch.int64)
 
 
+_PART = 1 << 20  # ids in memory at a time
+
+
+def below(key: int, share: float, begin: int, end: int) -> Tensor:
+    """Those of the ids begin .. end-1 whose `uniform` is below `share`, ascending."""
+    found = torch.empty(0, dtype=torch.int64)
+    for at in range(begin, end, _PART):
+        part = torch.arange(at, min(at + _PART, end))
+        # Joined at once: many small parts would keep the room of the large ones around them.
+        found = torch.cat([found, part[uniform(key, part) < share]])
+    return found
+
+
+def highest(key: int, count: int, chosen: int) -> Tensor:
+    """The `chosen` ids below `count` with the highest `bits` (all, if there are no more),
+    ascending.
+    """
+    draws = ids = torch.empty(0, dtype=torch.int64)
+    for at in range(0, count, _PART):
+        part = torch.arange(at, min(at + _PART, count))
+        draws, ids = torch.cat([draws, bits(key, part)]), torch.cat([ids, part])
+        best = draws.topk(min(chosen, draws.numel())).indices
+        draws, ids = draws[best], ids[best]
+    return ids.sort().values
+
+
 # Named streams, so that two uses of the same (seed, step) never share draws.
 STREAM = {
     name: i

@@ -47,6 +47,17 @@ def test_integers_stay_below_their_bound():
     assert draws[:, 2].unique().numel() == 7
 
 
+def test_chosen_ids_are_those_of_one_look_at_all(monkeypatch):
+    key, ids = keyed.stream(0, "split"), torch.arange(1000)
+    for part in (7, 1 << 20):
+        monkeypatch.setattr(keyed, "_PART", part)
+        found = keyed.below(key, 0.1, 100, 900)
+        assert torch.equal(found, ids[100:900][keyed.uniform(key, ids[100:900]) < 0.1])
+        expected = keyed.bits(key, ids).topk(20).indices.sort().values
+        assert torch.equal(keyed.highest(key, 1000, 20), expected)
+        assert torch.equal(keyed.highest(key, 5, 20), ids[:5])
+
+
 def test_known_values_never_change():
     """Runs must stay reproducible over releases: these are the first draws of a stream."""
     assert keyed.derive(0, 1, 2) == KNOWN_KEY

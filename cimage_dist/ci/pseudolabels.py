@@ -1,7 +1,4 @@
-"""Exact selection of the smallest keys inside groups over all ranks, by radix search: counts
-travel, rows do not.
-
-The confident subset S of pseudo-labelled nodes: a base chosen by confidence inside each cluster,
+"""The confident subset S of pseudo-labelled nodes: a base chosen by confidence inside each cluster,
 and its growth by similarity.
 
 Rows may be spread over ranks in any way; the sets chosen are those of one process. Labels are
@@ -18,96 +15,19 @@ import torch
 from torch import Tensor
 
 from cimage_dist import keyed
+from cimage_dist.ci.smallest import (
+    Gids,
+    class_quota,
+    ids_of,
+    num_groups,
+    parts_of,
+    sizes_in_parts,
+    smallest_in_parts,
+    smallest_per_group,
+)
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.losses import unit_rows
-
-_BITS = 8
-_BINS = 1 << _BITS
-
-
-def num_groups(groups: Tensor, comm: Comm) -> int:
-    """Collective: one more than the largest group id on any rank; 0 when there is none."""
-    local = groups.max().clamp(min=-1).reshape(1) if groups.numel() else groups.new_full((1,), -1)
-    return int(comm.gather_rows(local).max()) + 1
-
-
-def class_quota(sizes: Tensor, budget: int) -> Tensor:
-    """Members taken from each group so that at most `budget` are taken, as evenly as the sizes
-    allow; first groups get the remainder. int64 [C].
-    """
-    if int(sizes.sum()) <= budget:
-        return sizes.clone()
-    low, high = 0, int(sizes.max())
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (
-            (middle, high) if int(sizes.clamp(max=middle).sum()) <= budget else (low, middle - 1)
-        )
-    quota = sizes.clamp(max=low)
-    spare = torch.nonzero(sizes > low).flatten()[: budget - int(quota.sum())]
-    quota[spare] += 1
-    return quota
-
-
-def smallest_per_group(
-    keys: Tensor, gids: Tensor, groups: Tensor, quota: Tensor, comm: Comm | None = None
-) -> Tensor:
-    """Collective: mark the `quota[c]` rows of smallest key in every group c over all ranks, ties by
-    smaller gid; bool [n].
-
-    A radix search, 8 bits at a time, finds the key at which each group's quota ends, then the gid
-    among equal keys: at most 16 rounds, each an all-reduce of C x 256 counts. Shapes: keys float64,
-    gids >= 0 and groups int64, all [n] (n may be 0), quota int64 [C]. Groups below 0 are ignored.
-    """
-    comm = comm or Comm()
-    chosen = torch.zeros(groups.numel(), dtype=torch.bool, device=groups.device)
-    candidate = groups >= 0
-    for column in (_ordered_bits(keys), gids.to(torch.int64)):
-        taken, candidate, quota = _radix(column, candidate, groups, quota, comm)
-        chosen |= taken
-    return chosen
-
-
-def _radix(
-    column: Tensor, candidate: Tensor, groups: Tensor, quota: Tensor, comm: Comm
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the candidates certainly inside the quota by this column; return them, the candidates
-    tied at the edge, and the quota left for those.
-    """
-    taken = torch.zeros_like(candidate)
-    clusters = quota.numel()
-    top = column[candidate].max().reshape(1) if bool(candidate.any()) else column.new_zeros(1)
-    bits = max(int(comm.gather_rows(top).max()).bit_length(), 1)
-    for shift in range((bits - 1) // _BITS * _BITS, -1, -_BITS):
-        rows = torch.nonzero(candidate).flatten()
-        digit = (column[rows] >> shift) & (_BINS - 1)
-        counts = comm.sum(
-            torch.bincount(groups[rows] * _BINS + digit, minlength=clusters * _BINS)
-        ).view(clusters, _BINS)
-        below = counts.cumsum(dim=1)
-        edge = (below <= quota.unsqueeze(1)).sum(
-            dim=1
-        )  # first digit that does not fit whole; 256 when all fit
-        padded = torch.cat([torch.zeros_like(quota).unsqueeze(1), below], dim=1)
-        before = padded.gather(1, edge.unsqueeze(1)).squeeze(1)
-        taken[rows[digit < edge[groups[rows]]]] = True
-        candidate = torch.zeros_like(candidate)
-        candidate[rows[digit == edge[groups[rows]]]] = True
-        quota = torch.where(edge < _BINS, quota - before, 0)
-        if not bool(quota.any()):
-            return taken, torch.zeros_like(candidate), quota
-    return taken, candidate, quota
-
-
-def _ordered_bits(keys: Tensor) -> Tensor:
-    """Non-negative int64 in the order of finite or infinite float64 keys (-0 equals 0); the last
-    mantissa bit is dropped to make room for the sign.
-    """
-    raw = (keys.to(torch.float64) + 0.0).contiguous().view(torch.int64)
-    ordered = torch.where(raw < 0, ~raw ^ torch.iinfo(torch.int64).min, raw)
-    return (ordered >> 1) + (1 << 62)
-
 
 Rule = Literal["any", "mean", "quantile"]
 
@@ -132,7 +52,7 @@ class GrowthResult:
 def select_confident(
     labels: Tensor,
     confidence: Tensor,
-    gids: Tensor,
+    gids: Gids,
     *,
     fraction: float = 0.15,
     min_per_cluster: int = 40,
@@ -147,18 +67,21 @@ def select_confident(
     comm = comm or Comm()
     if not 0 < fraction <= 1:
         raise UserError(f"The confident fraction must lie in (0, 1]; got {fraction}.")
-    if int(comm.sum(torch.isnan(confidence).sum())):
+    missing = sum(int(torch.isnan(confidence[rows]).sum()) for rows in parts_of(len(confidence)))
+    if int(comm.sum(torch.tensor(missing))):
         raise UserError(
             "The confidence of the initial labels holds NaN, so nodes cannot be ranked. Give "
             "every node a finite confidence, e.g. 1."
         )
-    count = _cluster_sizes(labels, num_groups(labels, comm), comm)
-    sizes = count.tolist()
+    groups = num_groups(labels, comm)
+    sizes = sizes_in_parts(lambda rows: labels[rows], labels.numel(), groups, comm).tolist()
     quotas = [max(math.ceil(fraction * n - 1e-9), min(min_per_cluster, n)) for n in sizes]
     quota = torch.tensor(quotas, dtype=torch.int64)
-    return smallest_per_group(
-        -confidence.to(torch.float64), gids, labels, quota.to(labels.device), comm
-    )
+
+    def part(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return -confidence[rows].to(torch.float64), ids_of(gids, rows), labels[rows]
+
+    return smallest_in_parts(part, labels.numel(), quota.to(labels.device), comm)
 
 
 def grow_confident(

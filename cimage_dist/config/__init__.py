@@ -245,10 +245,14 @@ def fingerprint(cfg: Config) -> str:
     labels = cfg.cluster.labels_path
     if labels is not None:
         # The content counts, not its path.
-        file = Path(labels) / "labels.npz" if Path(labels).is_dir() else Path(labels)
-        tree["cluster"]["labels"] = (
-            hashlib.blake2b(file.read_bytes()).hexdigest() if file.is_file() else labels
-        )
+        names = ("labels.npz", "labels.npy", "confidence.npy")
+        places = [Path(labels) / name for name in names] if Path(labels).is_dir() else [labels]
+        digest, files = hashlib.blake2b(), [Path(p) for p in places if Path(p).is_file()]
+        for path in files:
+            with path.open("rb") as file:
+                while part := file.read(1 << 20):
+                    digest.update(part)
+        tree["cluster"]["labels"] = digest.hexdigest() if files else labels
     return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 

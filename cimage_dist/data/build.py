@@ -8,7 +8,6 @@ sorted alone and written out in turn.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -20,7 +19,8 @@ from cimage_dist.errors import UserError
 
 DEFAULT_BUDGET = 512 << 20
 MAX_NODES = 3_000_000_000  # N * N must fit into a signed 64-bit key
-_BUCKETS = 256
+_BITS = 8  # ranges of keys are cut into 2^8 narrower ones
+_COMPILED_FROM = 1 << 20  # keys; fewer are sorted before compiled code is loaded
 
 
 def index_dtype(num_nodes: int) -> np.dtype[Any]:
@@ -77,16 +77,21 @@ class NpyWriter:
 
 
 def _both_directions(src: Array, dst: Array, num_nodes: int) -> Array:
-    """Sorted unique keys of both directions of the edges; ends must differ."""
+    """Keys of both directions of the edges."""
     keys = np.empty(2 * len(src), dtype=np.int64)
     np.multiply(dst, num_nodes, out=keys[: len(src)], dtype=np.int64)
     keys[: len(src)] += src
     np.multiply(src, num_nodes, out=keys[len(src) :], dtype=np.int64)
     keys[len(src) :] += dst
-    return _sort_unique(keys)
+    return keys
 
 
 def _sort_unique(keys: Array) -> Array:
+    """Ascending without repeats; `keys` is overwritten."""
+    if keys.size >= _COMPILED_FROM:
+        from cimage_dist.data import sorting
+
+        return sorting.sort_unique(keys)
     keys.sort()
     if keys.size < 2:
         return keys
@@ -104,7 +109,9 @@ def csc_in_memory(
     """
     src, dst = check_ids(src, dst, num_nodes, where)
     keep = src != dst
-    keys = _both_directions(src[keep].astype(np.int64), dst[keep].astype(np.int64), num_nodes)
+    keys = _sort_unique(
+        _both_directions(src[keep].astype(np.int64), dst[keep].astype(np.int64), num_nodes)
+    )
     rows = keys // num_nodes
     indptr = np.zeros(num_nodes + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=num_nodes), out=indptr[1:])
@@ -176,6 +183,7 @@ class CscBuilder:
         # Sorting keys needs about four times their size.
         self._bucket_bytes = max(budget_bytes // 4, 64)
         self._chunk = max(budget_bytes // 128, 4)
+        self._shift = max((num_nodes**2 - 1).bit_length() - _BITS, 0)
         self._pending: list[Array] = []
         self._pending_bytes = 0
         self._spilled = False
@@ -204,18 +212,18 @@ class CscBuilder:
 
     def _spill_pending(self) -> None:
         self.work_dir.mkdir(parents=True, exist_ok=True)
-        bounds = _bounds(0, self.num_nodes**2, _BUCKETS)
         for keys in self._pending:
-            self._spill(keys, bounds, "bucket")
+            self._spill(keys, 0, self._shift, "bucket")
         self._pending, self._pending_bytes, self._spilled = [], 0, True
 
-    def _spill(self, keys: Array, bounds: list[int], prefix: str) -> None:
-        """Append sorted keys to one file per range."""
-        cuts = np.searchsorted(keys, np.array(bounds[1:-1], dtype=np.int64)).tolist()
-        for i, (a, b) in enumerate(zip([0, *cuts], [*cuts, len(keys)], strict=True)):
-            if b > a:
+    def _spill(self, keys: Array, low: int, shift: int, prefix: str) -> None:
+        """Append keys to one file for each range of 2^shift from `low` on."""
+        from cimage_dist.data.sorting import by_range
+
+        for i, part in enumerate(by_range(keys, low, shift, 1 << _BITS)):
+            if part.size:
                 with (self.work_dir / f"{prefix}-{i:03d}").open("ab") as file:
-                    file.write(keys[a:b].data)
+                    file.write(part.data)
 
     def _runs(self) -> Iterator[Array]:
         """Sorted, unique, ascending runs of keys that together are the whole graph."""
@@ -225,30 +233,27 @@ class CscBuilder:
                 yield _sort_unique(np.concatenate(pending))
             return
         self._spill_pending()
-        yield from self._ranges(_bounds(0, self.num_nodes**2, _BUCKETS), "bucket")
+        yield from self._ranges(0, self._shift, "bucket")
 
-    def _ranges(self, bounds: list[int], prefix: str) -> Iterator[Array]:
-        for i, (low, high) in enumerate(pairwise(bounds)):
-            path = self.work_dir / f"{prefix}-{i:03d}"
+    def _ranges(self, low: int, shift: int, prefix: str) -> Iterator[Array]:
+        for i in range(1 << _BITS):
+            path, first = self.work_dir / f"{prefix}-{i:03d}", low + (i << shift)
             if not path.exists():
                 continue
-            size = path.stat().st_size
-            if size <= self._bucket_bytes:
+            if path.stat().st_size <= self._bucket_bytes:
                 keys = np.fromfile(path, dtype=np.int64)
                 path.unlink()
                 yield _sort_unique(keys)
-            elif high - low == 1:
+            elif shift == 0:
                 path.unlink()
-                yield np.array([low], dtype=np.int64)
+                yield np.array([first], dtype=np.int64)
             else:
                 # Hubs make some ranges heavy: cut these into narrower ranges until each fits.
-                inner = _bounds(
-                    low, high, min(_BUCKETS, high - low, 2 * size // self._bucket_bytes + 1)
-                )
+                inner = max(shift - _BITS, 0)
                 for keys in _read_keys(path, self._bucket_bytes // 8 + 1):
-                    self._spill(_sort_unique(keys), inner, f"{prefix}-{i:03d}")
+                    self._spill(_sort_unique(keys), first, inner, f"{prefix}-{i:03d}")
                 path.unlink()
-                yield from self._ranges(inner, f"{prefix}-{i:03d}")
+                yield from self._ranges(first, inner, f"{prefix}-{i:03d}")
 
     def finish(self, out_dir: Path) -> dict[str, int]:
         """Write the two files into `out_dir`; returns the statistics of the manifest."""
@@ -273,12 +278,6 @@ class CscBuilder:
         if self.work_dir.exists():
             self.work_dir.rmdir()
         return _statistics(self.edges_read, self.self_loops, directed, isolated)
-
-
-def _bounds(low: int, high: int, parts: int) -> list[int]:
-    """Ascending cut points of [low, high) into at most `parts` ranges of nearly equal width."""
-    parts = max(1, min(parts, high - low))
-    return [low + (high - low) * i // parts for i in range(parts + 1)]
 
 
 def _read_keys(path: Path, count: int) -> Iterator[Array]:

@@ -93,7 +93,9 @@ class CsrFeatures:
 
     def __getitem__(self, rows: slice | Array) -> SparseRows:
         """The named rows, in the order named."""
-        ids = np.arange(self.shape[0])[rows] if isinstance(rows, slice) else np.asarray(rows)
+        ids = np.asarray(
+            np.arange(*rows.indices(self.shape[0])) if isinstance(rows, slice) else rows
+        )
         begin = self.indptr[ids].astype(np.int64)
         count = self.indptr[ids + 1] - begin
         local = np.repeat(np.arange(len(ids)), count)

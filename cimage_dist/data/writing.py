@@ -80,7 +80,7 @@ def write_store(
         np.dtype(data.feature_dtype),
         f"features of {where}",
         out,
-        given is not None,
+        given is not None and not raw.are_dense,
     )
     warnings += written.scale.finish(f"features of {where}", data.feature_dtype)
     statistics["feature_nonzeros"] = int(written.scale.nonzeros.sum())

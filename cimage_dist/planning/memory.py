@@ -29,7 +29,8 @@ _FEW_EDGES = 64
 _UNKNOWN_CLUSTERS = 20
 _MANY_VALUES = 10**9
 # Ways to initial labels that read all features at once.
-WHOLE_FEATURES = ("rdgae", "dinknet", "propagated")
+CONVERTED_FEATURES = ("rdgae", "dinknet")
+WHOLE_FEATURES = (*CONVERTED_FEATURES, "propagated")
 
 
 def num_clusters(cfg: Config, size: GraphSize) -> int:
@@ -137,7 +138,7 @@ def advice(cfg: Config, size: GraphSize) -> list[str]:
             )
         method = method_for(cfg.cluster.init, size.nodes)
         is_half = cfg.data.feature_dtype == "float16"
-        if method in WHOLE_FEATURES and is_half and size.nodes * size.features > _MANY_VALUES:
+        if method in CONVERTED_FEATURES and is_half and size.nodes * size.features > _MANY_VALUES:
             found.append(
                 f"cluster.init={method} converts all features in every worker's memory: make "
                 "the labels once with `cimage cluster` and set cluster.from."
@@ -231,7 +232,7 @@ def _sampled(cfg: Config, size: GraphSize, edges: int, rows: Rows) -> list[Part]
     if size.entries is not None:
         read = sum(rows[f"entries{view}"] for view in views) * (_ENTRY_BYTES + wide)
     return [
-        Part("edges before each row, int64", "host", "always", 8 * (size.nodes + 1)),
+        Part("edges before every 16th row", "host", "always", size.nodes / 2),
         Part("sampler's 64-bit copy of the columns", "host", "always", copied),
         Part("loader processes (assumed)", "host", "always", loaders),
         Part("prefetched batches", "host", "step", batches),
@@ -256,15 +257,19 @@ def _refresh(cfg: Config, size: GraphSize, edges: int) -> list[Part]:
     is_whole = method in WHOLE_FEATURES
     # Sparse rows are read from the store, dense ones mapped unless they are to be converted.
     is_copied = cfg.data.feature_dtype == "float16" or size.entries is not None
-    converted = size.nodes * _row_bytes(size) if is_whole and is_copied else 0
-    first = 8 * size.nodes if method == "selfkmeans" and is_sampled else 0
+    # K-means on propagated features takes a few columns of mapped dense rows at a time.
+    is_mapped = method not in CONVERTED_FEATURES and size.entries is None
+    converted = size.nodes * _row_bytes(size) if is_whole and is_copied and not is_mapped else 0
+    first = size.nodes / 2 if method == "selfkmeans" and is_sampled else 0
+    # Labels from a file are mapped, and three marks of a byte are made for each node.
+    labels = (3 if cfg.cluster.init == "file" and is_sampled else 24) * size.nodes
     fitted = min(size.nodes / world, _FIT_ROWS if size.nodes <= _FIT_ROWS else _ASSIGN_ROWS)
     smoothed = _smoothed_bytes(size, world) if is_whole else 0
     solver = 8 * 8 * scored**2 + 8 * _GROUP_BLOCKS * packed_size(ci.block_size) * scored
     kept: Phase = "set-up" if is_sampled else "always"
     return [
-        Part("labels and confidence of all nodes", "host", kept, 24 * size.nodes),
-        Part("edges before each row, for the first encoder", "host", "set-up", first),
+        Part("labels and confidence of all nodes", "host", kept, labels),
+        Part("edges before every 16th row, for the first encoder", "host", "set-up", first),
         Part("rows clustered at a time", "host", "set-up", 12 * fitted * width),
         Part("all features in single precision", "host", "set-up", converted),
         Part("smoothed columns, and rows made of them", "host", "set-up", smoothed),

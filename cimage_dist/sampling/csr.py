@@ -1,5 +1,5 @@
 """Which entries of which rows a hop keeps, as compiled row loops: uniform draws without replacement
-from the visible neighbours; and a hash table for local ids.
+from the visible neighbours.
 
 The draw of a row depends on (key, global id of the row, hidden edges) and on nothing else: not on
 the other rows, not on the hop. A smaller fan-out keeps a subset of what a larger one keeps. Rows
@@ -20,15 +20,15 @@ are treated by degree:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from cimage_dist import keyed
+from cimage_dist.sampling.compiled import jit, lower_bound
 from cimage_dist.sampling.hidden import HiddenEdges
 from cimage_dist.sampling.seeds import IntArray
 
@@ -39,16 +39,6 @@ _TIE_MASK = (1 << 20) - 1
 
 for _function in (keyed.shift_right, keyed.mix, keyed.word, keyed.nth_word):
     register_jitable(_function)
-
-
-def _jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile, keeping the machine code on disk where that is possible (a read-only installation
-    has no place for it).
-    """
-    try:
-        return numba.njit(fn, nogil=True, cache=True)
-    except RuntimeError:
-        return numba.njit(fn, nogil=True)
 
 
 class CsrGraph(NamedTuple):
@@ -99,31 +89,22 @@ def tied_hash(key: int, first: Any, offset: Any) -> Any:
     return (keyed.shift_right(draw, 1) & ~_TIE_MASK) | (offset & _TIE_MASK)
 
 
-@_jit
-def _lower_bound(values, low, high, value):  # type: ignore[no-untyped-def]
-    while low < high:
-        middle = (low + high) >> 1
-        if values[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@_jit
+@jit
 def _listed(hidden, row):  # type: ignore[no-untyped-def]
     """Where the listed edges of a row stand in `pair_keys`."""
     pairs = hidden.pair_keys
-    low = _lower_bound(pairs, 0, len(pairs), row * hidden.num_nodes)
-    return low, _lower_bound(pairs, low, len(pairs), (row + 1) * hidden.num_nodes)
+    if not hidden.marks[row & (len(hidden.marks) - 1)]:
+        return 0, 0
+    low = lower_bound(pairs, 0, len(pairs), row * hidden.num_nodes)
+    return low, lower_bound(pairs, low, len(pairs), (row + 1) * hidden.num_nodes)
 
 
-@_jit
+@jit
 def _is_hidden(hidden, low, high, row, column):  # type: ignore[no-untyped-def]
     """`HiddenEdges.is_hidden` of one pair; low, high = _listed(hidden, row)."""
     if low < high:
         pair = row * hidden.num_nodes + column
-        place = _lower_bound(hidden.pair_keys, low, high, pair)
+        place = lower_bound(hidden.pair_keys, low, high, pair)
         if place < high and hidden.pair_keys[place] == pair:
             return True
     if hidden.extra_rate > 0:
@@ -133,7 +114,7 @@ def _is_hidden(hidden, low, high, row, column):  # type: ignore[no-untyped-def]
     return False
 
 
-@_jit
+@jit
 def _insert(values, size, value):  # type: ignore[no-untyped-def]
     """Insert into the ascending values[:size], dropping the largest if all places are taken;
     returns the new size.
@@ -146,27 +127,51 @@ def _insert(values, size, value):  # type: ignore[no-untyped-def]
     return min(size + 1, len(values))
 
 
-@_jit
+@jit
 def _list_row(graph, row, hidden, out):  # type: ignore[no-untyped-def]
-    """The visible entries of a row; returns how many."""
+    """The visible entries of a row, whose length `out` has at least; returns how many."""
+    begin, size = graph.indptr[row], 0
+    degree = graph.indptr[row + 1] - begin
+    if hidden.extra_rate > 0:
+        # All draws first, then all choices: loops without branches are compiled to vectors.
+        for i in range(degree):
+            column = np.int64(graph.indices[begin + i])
+            pair = min(row, column) * hidden.num_nodes + max(row, column)
+            out[i] = keyed.word(hidden.extra_key, pair)
+        for i in range(degree):
+            is_seen = keyed.shift_right(out[i], 11) * 2.0**-53 >= hidden.extra_rate
+            out[size] = begin + i
+            size += is_seen
+    else:
+        for i in range(degree):
+            out[i] = begin + i
+        size = degree
     low, high = _listed(hidden, row)
-    size = 0
-    for at in range(graph.indptr[row], graph.indptr[row + 1]):
-        if not _is_hidden(hidden, low, high, row, np.int64(graph.indices[at])):
-            out[size] = at
+    if low == high:
+        return size
+    seen, size = size, 0
+    for i in range(seen):
+        pair = row * hidden.num_nodes + np.int64(graph.indices[out[i]])
+        place = lower_bound(hidden.pair_keys, low, high, pair)
+        if place == high or hidden.pair_keys[place] != pair:
+            out[size] = out[i]
             size += 1
     return size
 
 
-@_jit
+@jit
 def _keep_smallest(key, is_tied, row, begin, entries, best, out):  # type: ignore[no-untyped-def]
     """Those entries of a row, at most len(best), whose hashes are smallest; returns how many."""
     first = keyed.word(key, row)
     hashes = np.empty(len(entries), np.int64)
+    if is_tied:
+        for i in range(len(entries)):
+            hashes[i] = tied_hash(key, first, entries[i] - begin)
+    else:
+        for i in range(len(entries)):
+            hashes[i] = keyed.nth_word(key, first, entries[i] - begin)
     size = 0
     for i in range(len(entries)):
-        offset = entries[i] - begin
-        hashes[i] = tied_hash(key, first, offset) if is_tied else keyed.nth_word(key, first, offset)
         if size < len(best) or hashes[i] < best[-1]:
             size = _insert(best, size, hashes[i])
     kept = 0
@@ -177,7 +182,7 @@ def _keep_smallest(key, is_tied, row, begin, entries, best, out):  # type: ignor
     return kept
 
 
-@_jit
+@jit
 def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-def]
     """The first len(out) new and visible entries of the row's sequence, ascending; returns whether
     that many were found in `draws` draws.
@@ -190,7 +195,7 @@ def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-d
     for i in range(draws):
         draw = keyed.shift_right(keyed.nth_word(key, first, i), 11) * 2.0**-53
         at = begin + np.int64(draw * degree)
-        known = _lower_bound(out, 0, size, at)
+        known = lower_bound(out, 0, size, at)
         if (known == size or out[known] != at) and not _is_hidden(
             hidden, low, high, row, np.int64(graph.indices[at])
         ):
@@ -200,7 +205,7 @@ def _draw_row(graph, row, hidden, key, draws, out):  # type: ignore[no-untyped-d
     return False
 
 
-@_jit
+@jit
 def _select_rows(  # type: ignore[no-untyped-def]
     graph, targets, fanout, bound, draws, keys, hidden, entry
 ):
@@ -249,54 +254,18 @@ def select(
     return Selection(entry[:written], kept, visible)
 
 
-@_jit
-def _find(slots, item, mask):  # type: ignore[no-untyped-def]
-    """Slot of `item`, or the empty slot (-1) where it belongs; linear probing."""
-    place = keyed.mix(item) & mask
-    while slots[place, 0] != -1 and slots[place, 0] != item:
-        place = (place + 1) & mask
-    return place
+@jit
+def _expected(graph, nodes, hidden, out):  # type: ignore[no-untyped-def]
+    for i in range(len(nodes)):
+        low, high = _listed(hidden, nodes[i])
+        degree = graph.indptr[nodes[i] + 1] - graph.indptr[nodes[i]]
+        out[i] = (degree - (high - low)) * (1.0 - hidden.extra_rate)
 
 
-@_jit
-def _insert_ids(slots, known, columns, place, fresh):  # type: ignore[no-untyped-def]
-    """Slot of every column, and the slots of those not known before, in order of first appearance;
-    returns how many.
-    """
-    mask = len(slots) - 1
-    for i in range(len(known)):
-        slot = _find(slots, known[i], mask)
-        slots[slot, 0] = known[i]
-        slots[slot, 1] = i
-    num_fresh = 0
-    for i in range(len(columns)):
-        slot = _find(slots, columns[i], mask)
-        if slots[slot, 0] == -1:
-            slots[slot, 0] = columns[i]
-            fresh[num_fresh] = slot
-            num_fresh += 1
-        place[i] = slot
-    return num_fresh
-
-
-@_jit
-def _label_ids(slots, ordered, num_known, place):  # type: ignore[no-untyped-def]
-    for i in range(len(ordered)):
-        slots[ordered[i], 1] = num_known + i
-    for i in range(len(place)):
-        place[i] = slots[place[i], 1]
-
-
-def relabel(
-    known: NDArray[np.int64], columns: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(gids not in `known`, ascending; local id of every column), where known[i] has local id i and
-    new ones follow. At most half of the hash table's (id, local id) slots are used.
-    """
-    slots = np.full((1 << (2 * (len(known) + len(columns))).bit_length(), 2), -1, dtype=np.int64)
-    place, fresh = np.empty_like(columns), np.empty_like(columns)
-    fresh = fresh[: _insert_ids(slots, known, columns, place, fresh)]
-    gids = slots[fresh, 0]
-    order = np.argsort(gids)
-    _label_ids(slots, fresh[order], len(known), place)
-    return gids[order], place
+def expected_visible(
+    graph: CsrGraph, nodes: NDArray[np.int64], hidden: HiddenEdges
+) -> NDArray[np.float32]:
+    """`HiddenEdges.expected_visible` of nodes of the graph, float32 like `nodes`."""
+    out = np.empty(len(nodes), dtype=np.float32)
+    _expected(graph, nodes, hidden, out)
+    return out

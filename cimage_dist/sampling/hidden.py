@@ -188,12 +188,14 @@ class HiddenEdges(NamedTuple):
     extra_rate.
 
     pair_keys int64 [2b] holds row * N + column of every listed edge in both directions, ascending
-    and without repeats. Listed pairs must be edges of the graph. Both rules are symmetric, and
+    and without repeats; marks[row modulo its length] is true for all rows that occur in it, and for
+    few others. Listed pairs must be edges of the graph. Both rules are symmetric, and
     neither depends on rank or on what else is sampled.
     """
 
     num_nodes: int
     pair_keys: NDArray[np.int64]
+    marks: NDArray[np.bool_]
     extra_rate: float = 0.0
     extra_key: int = 0
 
@@ -240,4 +242,6 @@ def hide(
     # Not np.unique: without an inverse it hashes, which is twenty times slower than this sort.
     keys = np.sort(np.concatenate([u * num_nodes + v, v * num_nodes + u]))
     is_first = np.diff(keys, prepend=-1) != 0
-    return HiddenEdges(num_nodes, keys[is_first], extra_rate, extra_key)
+    marks = np.zeros(1 << (16 * len(keys)).bit_length(), dtype=np.bool_)
+    marks[np.concatenate([u, v]) & (len(marks) - 1)] = True
+    return HiddenEdges(num_nodes, keys[is_first], marks, extra_rate, extra_key)

@@ -31,6 +31,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.sampling import csr
 from cimage_dist.sampling.csr import CsrGraph, Selection
 from cimage_dist.sampling.hidden import HiddenEdges, hide
+from cimage_dist.sampling.local_ids import LocalIds
 from cimage_dist.sampling.seeds import IntArray
 from cimage_dist.types import EdgeList, Features, Hops, SparseRows, View
 
@@ -178,31 +179,28 @@ class NeighbourSampler:
         seeds, graph = np.asarray(seeds, dtype=np.int64), self.graph
         hidden = hide(self.num_nodes) if hidden is None else hidden
         self._check(seeds)
-        distinct, first, inverse = np.unique(seeds, return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
-        nodes = distinct[order]
-        nodes_per_hop, edges_per_hop = [len(nodes)], []
+        ids = LocalIds(self.num_nodes)
+        places = ids.add(seeds, ascending=False)
+        nodes_per_hop, edges_per_hop = [len(ids.nodes)], []
         src, dst, weight = [], [], []
         begin = 0
         for hop, fanout in enumerate(self.fanouts, start=1):
             # Every node is a target once, in the hop after its first appearance.
-            chosen = self._select(nodes[begin:], fanout, key, hop, hidden)
-            columns = graph.indices[chosen.entry].astype(np.int64)
-            fresh, local = csr.relabel(nodes, columns)
-            src.append(local)
-            dst.append(np.repeat(np.arange(begin, len(nodes)), chosen.kept))
-            weight.append(np.repeat(chosen.visible / np.maximum(chosen.kept, 1), chosen.kept))
-            begin = len(nodes)
-            nodes = np.concatenate([nodes, fresh])
-            nodes_per_hop.append(len(fresh))
-            edges_per_hop.append(len(columns))
+            end = len(ids.nodes)
+            chosen = self._select(ids.nodes[begin:], fanout, key, hop, hidden)
+            src.append(ids.add(graph.indices[chosen.entry]))
+            dst.append(np.repeat(np.arange(begin, end), chosen.kept))
+            if self.is_weighted:
+                shares = chosen.visible / np.maximum(chosen.kept, 1)
+                weight.append(np.repeat(shares.astype(np.float32), chosen.kept))
+            begin = end
+            nodes_per_hop.append(len(ids.nodes) - end)
+            edges_per_hop.append(len(src[-1]))
         # The rows of the last hop are not read, so their visible degree is an expectation. So is
         # that of all others: a node must have one degree whether it is at the rim of a rank's
         # subgraph or inside another's.
-        degree = hidden.expected_visible(nodes, graph.indptr[nodes + 1] - graph.indptr[nodes])
-        weights = np.concatenate(weight).astype(np.float32) if self.is_weighted else None
+        nodes, degree = ids.nodes, csr.expected_visible(graph, ids.nodes, hidden)
+        weights = np.concatenate(weight) if self.is_weighted else None
         return View(
             x=_rows_of(features, nodes),
             edges=EdgeList(
@@ -210,9 +208,9 @@ class NeighbourSampler:
                 torch.from_numpy(np.concatenate(dst)),
                 len(nodes),
                 None if weights is None else torch.from_numpy(weights),
-                torch.from_numpy(degree.astype(np.float32)),
+                torch.from_numpy(degree),
             ),
-            nodes=torch.from_numpy(rank[inverse]),
+            nodes=torch.from_numpy(places),
             hops=Hops(tuple(nodes_per_hop), tuple(edges_per_hop)),
             gids=torch.from_numpy(nodes),
         )

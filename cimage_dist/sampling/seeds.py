@@ -5,29 +5,53 @@ The seed schedule: which undirected edges, and which negatives, make up the glob
 (§3.3, §3.4).
 
 Undirected edge t in [0, m) is the t-th entry of the strict upper triangle, counted row by row.
-Because columns ascend inside a row, those entries are the tail of the row, so one array `upper_ptr`
-[N+1] (upper entries before each row) turns t into a row by binary search and into a column by its
-distance from the row's end. Permuting t rather than the 2m directed entries gives every undirected
+Because columns ascend inside a row, those entries are the tail of the row. `UpperEntries` keeps how
+many come before every sixteenth row and counts on from there, so that half a byte a node turns t
+into a row and into a column, by its distance from the row's end. Permuting t rather than the 2m directed entries gives every undirected
 edge once an epoch in batches of constant size, without a filter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
+from cimage_dist.sampling.compiled import jit, lower_bound
+
+for _function in (keyed.shift_right, keyed.mix, keyed.word):
+    register_jitable(_function)
 
 # Four rounds already make a Feistel network pseudo-random (Luby & Rackoff 1988); on domains of a
 # few dozen points the halves are two or three bits wide and more rounds are needed before the order
 # of the first few outputs passes a chi-square test.
 _ROUNDS = 8
+
+
+@jit
+def _walk(positions, size, half, keys, is_inverse, out):  # type: ignore[no-untyped-def]
+    """The network is its own inverse with its keys reversed and the halves exchanged."""
+    mask = (1 << half) - 1
+    for i in range(len(positions)):
+        x = positions[i]
+        while True:
+            left, right = x >> half, x & mask
+            if is_inverse:
+                left, right = right, left
+            for key in keys:
+                left, right = right, left ^ (keyed.word(key, right) & mask)
+            if is_inverse:
+                left, right = right, left
+            x = (left << half) | right
+            if x < size:
+                break
+        out[i] = x
 
 
 class Bijection:
@@ -44,39 +68,24 @@ class Bijection:
             raise ValueError(f"a bijection needs a size between 1 and 2^62, not {size}")
         self.size = size
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._mask = (1 << self._half) - 1
-        self._keys = [keyed.derive(key, i) for i in range(_ROUNDS)]
+        self._keys = np.array([keyed.derive(key, i) for i in range(_ROUNDS)], dtype=np.int64)
 
     def __call__(self, positions: Tensor) -> Tensor:
         """The ids at `positions`, both int64 in [0, size), any shape."""
-        return self._walk(positions, self._forward)
+        return self._walked(positions, self._keys, False)
 
     def inverse(self, ids: Tensor) -> Tensor:
         """The positions at which `ids` come up."""
-        return self._walk(ids, self._backward)
+        return self._walked(ids, self._keys[::-1].copy(), True)
 
-    def _forward(self, x: Tensor) -> Tensor:
-        left, right = x >> self._half, x & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (keyed.bits(key, right) & self._mask)
-        return (left << self._half) | right
-
-    def _backward(self, x: Tensor) -> Tensor:
-        left, right = x >> self._half, x & self._mask
-        for key in reversed(self._keys):
-            left, right = right ^ (keyed.bits(key, left) & self._mask), left
-        return (left << self._half) | right
-
-    def _walk(self, x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+    def _walked(self, x: Tensor, keys: NDArray[np.int64], is_inverse: bool) -> Tensor:
         if x.numel() and (int(x.min()) < 0 or int(x.max()) >= self.size):
             raise ValueError(f"positions must lie in [0, {self.size})")
-        out = step(x.to(torch.int64).reshape(-1))
-        outside = (out >= self.size).nonzero().squeeze(1)
-        while outside.numel():
-            moved = step(out[outside])
-            out[outside] = moved
-            outside = outside[moved >= self.size]
-        return out.reshape(x.shape)
+        given = x.to(torch.int64).contiguous()
+        out = torch.empty_like(given)
+        flat, found = given.view(-1).numpy(), out.view(-1).numpy()
+        _walk(flat, self.size, self._half, keys, is_inverse, found)
+        return out
 
     def __repr__(self) -> str:
         return f"Bijection(size={self.size})"
@@ -116,50 +125,69 @@ def rank_slice(total: int, rank: int, world: int) -> tuple[int, int]:
     return total * rank // world, total * (rank + 1) // world
 
 
-def row_lower_bound(
-    indices: IntArray, begin: NDArray[np.int64], end: NDArray[np.int64], value: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """First position p in [begin, end) with indices[p] >= value, else end; elementwise over rows,
-    O(log degree) passes.
-    """
-    low, high = begin.copy(), end.copy()
-    active = np.flatnonzero(low < high)
-    while active.size:
-        middle = (low[active] + high[active]) >> 1
-        is_less = indices[middle] < value[active]
-        low[active[is_less]] = middle[is_less] + 1
-        high[active[~is_less]] = middle[~is_less]
-        active = active[low[active] < high[active]]
-    return low
+@jit
+def _has_edge(indptr, indices, u, v, out):  # type: ignore[no-untyped-def]
+    for i in range(len(u)):
+        end = indptr[u[i] + 1]
+        place = lower_bound(indices, indptr[u[i]], end, v[i])
+        out[i] = place < end and indices[place] == v[i]
 
 
 def has_edge(
     indptr: IntArray, indices: IntArray, u: NDArray[np.int64], v: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Whether {u, v} is an edge, elementwise, by binary search in row u."""
-    end = indptr[u + 1].astype(np.int64, copy=False)
-    found = row_lower_bound(indices, indptr[u].astype(np.int64, copy=False), end, v)
-    out = found < end
-    out[out] = indices[found[out]] == v[out]
+    out = np.empty(len(u), dtype=np.bool_)
+    _has_edge(indptr, indices, u, v, out)
     return out
 
 
-def upper_pointer(
-    indptr: IntArray, indices: IntArray, chunk_rows: int = 1 << 20
-) -> NDArray[np.int64]:
-    """Entries of the strict upper triangle before each row, int64 [N+1]; the last one is m.
+@jit
+def _upper_of(indptr, indices, row):  # type: ignore[no-untyped-def]
+    """How many columns of a row are above it."""
+    end = indptr[row + 1]
+    return end - lower_bound(indices, indptr[row], end, row)
 
-    One pass over the rows with a binary search in each: O(N log degree) reads, O(chunk_rows) memory
-    besides the result.
-    """
+
+@jit
+def _count_upper(indptr, indices, rows_apart):  # type: ignore[no-untyped-def]
     num_nodes = len(indptr) - 1
-    out = np.zeros(num_nodes + 1, dtype=np.int64)
-    for first in range(0, num_nodes, chunk_rows):
-        rows = np.arange(first, min(first + chunk_rows, num_nodes), dtype=np.int64)
-        pointers = np.asarray(indptr[first : rows[-1] + 2], dtype=np.int64)
-        end = pointers[1:]
-        out[rows + 1] = end - row_lower_bound(indices, pointers[:-1], end, rows)
-    return np.cumsum(out, out=out)
+    before = np.zeros(1 + (num_nodes + rows_apart - 1) // rows_apart, np.int64)
+    for row in range(num_nodes):
+        before[1 + row // rows_apart] += _upper_of(indptr, indices, row)
+    return before.cumsum()
+
+
+@jit
+def _find_upper(indptr, indices, before, rows_apart, ids, row, column):  # type: ignore[no-untyped-def]
+    for i in range(len(ids)):
+        group = np.searchsorted(before, ids[i], side="right") - 1
+        left, at = ids[i] - before[group], group * rows_apart
+        count = _upper_of(indptr, indices, at)
+        while left >= count:
+            left -= count
+            at += 1
+            count = _upper_of(indptr, indices, at)
+        row[i], column[i] = at, indices[indptr[at + 1] - count + left]
+
+
+class UpperEntries:
+    """The entries of the strict upper triangle, numbered row by row: 0 <= t < `total`.
+
+    Made in one pass over the rows with a binary search in each. It keeps the number of entries
+    before every `rows_apart`-th row, int64, and counts the rows from there on when asked.
+    """
+
+    def __init__(self, indptr: IntArray, indices: IntArray, rows_apart: int = 16) -> None:
+        self.indptr, self.indices, self.rows_apart = indptr, indices, rows_apart
+        self.before = _count_upper(indptr, indices, rows_apart)
+        self.total = int(self.before[-1])
+
+    def ends(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(row, column) with row < column of the entries `ids` [B]."""
+        row, column = np.empty_like(ids), np.empty_like(ids)
+        _find_upper(self.indptr, self.indices, self.before, self.rows_apart, ids, row, column)
+        return row, column
 
 
 class SeedSchedule:
@@ -178,9 +206,9 @@ class SeedSchedule:
                 "Set it to 1 or more; 1024 is a good start."
             )
         self.indptr, self.indices = np.asarray(indptr), np.asarray(indices)
-        self.upper_ptr = upper_pointer(self.indptr, self.indices)
+        self.upper = UpperEntries(self.indptr, self.indices)
         self.num_nodes = len(self.indptr) - 1
-        self.num_edges = int(self.upper_ptr[-1])
+        self.num_edges = self.upper.total
         if 2 * self.num_edges != len(self.indices):
             raise UserError(
                 f"the graph is not symmetric, or has self-loops: {len(self.indices)} directed "
@@ -224,9 +252,7 @@ class SeedSchedule:
         """(row, column) with row < column of undirected edges `edge_ids` [B]."""
         # Ascending look-ups walk the mapped files forward once instead of jumping about in them.
         order = np.argsort(edge_ids)
-        ascending = edge_ids[order]
-        row = np.searchsorted(self.upper_ptr, ascending, side="right") - 1
-        column = self.indices[self.indptr[row + 1] - (self.upper_ptr[row + 1] - ascending)]
+        row, column = self.upper.ends(edge_ids[order])
         out_row, out_column = np.empty_like(edge_ids), np.empty_like(edge_ids)
         out_row[order], out_column[order] = row, column
         return out_row, out_column

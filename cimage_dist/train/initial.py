@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -40,10 +41,11 @@ from cimage_dist.pseudo.kmeans import assign, kmeans
 from cimage_dist.pseudo.propagated import estimate_clusters
 from cimage_dist.registry import clusterer
 from cimage_dist.train.refresh import Embedder
-from cimage_dist.types import Topology
+from cimage_dist.types import Features, Topology
 
 _FORMAT = 1
-_FILE = "labels.npz"
+_FILES = ("labels.npy", "confidence.npy")
+_ARCHIVE = "labels.npz"  # one file, as folders made earlier have it
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,20 @@ NO_LABELS = LabelSet(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=tor
 
 def write_labels(folder: Path, found: LabelSet) -> None:
     with artifacts.committed_dir(folder) as tmp:
-        np.savez(tmp / _FILE, labels=found.labels.numpy(), confidence=found.confidence.numpy())
+        for name, part in zip(_FILES, (found.labels, found.confidence), strict=True):
+            np.save(tmp / name, part.numpy())
         body = {
             "format": _FORMAT,
             "facts": found.facts,
-            "files": artifacts.describe_files(tmp, [_FILE]),
+            "files": artifacts.describe_files(tmp, list(_FILES)),
         }
         artifacts.write_json(tmp / artifacts.MANIFEST, body)
 
 
 def read_labels(path: Path, num_nodes: int) -> LabelSet:
-    """A folder that `cimage cluster` wrote, or a .npy or .npz file from elsewhere."""
+    """A folder that `cimage cluster` wrote, whose files are mapped, or a .npy or .npz file from
+    elsewhere.
+    """
     if not path.is_dir():
         return LabelSet(*labels_from_file(path, num_nodes))
     body = artifacts.read_json(path / artifacts.MANIFEST, "the manifest of a set of labels")
@@ -81,7 +86,10 @@ def read_labels(path: Path, num_nodes: int) -> LabelSet:
             f"The labels in {path} cannot be trusted: {reason}. Delete the folder and make them "
             "again with `cimage cluster`."
         )
-    return LabelSet(*labels_from_file(path / _FILE, num_nodes), body["facts"])
+    labels, confidence = (path / name for name in _FILES)
+    if _ARCHIVE in body["files"]:
+        return LabelSet(*labels_from_file(path / _ARCHIVE, num_nodes), body["facts"])
+    return LabelSet(*labels_from_file(labels, num_nodes, confidence), body["facts"])
 
 
 def find_labels(folder: Path, num_nodes: int) -> LabelSet | None:
@@ -139,18 +147,22 @@ def _edge_only_part(cfg: Config) -> Config:
     )
 
 
-def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """labels int64 [N] (-1: none), confidence float64 [N]: .npy, or .npz with `labels`,
-    `confidence`.
+def labels_from_file(
+    path: Path, num_nodes: int, confidence_path: Path | None = None
+) -> tuple[Tensor, Tensor]:
+    """labels int64 [N] (-1: none), confidence float64 [N]: .npy, each in a file of its own, or .npz
+    with `labels`, `confidence`. Files .npy of these types are mapped.
 
     Without a confidence one is drawn. Equal ones would have the lowest numbers trusted first, and
     often these mean something: public splits begin with their training nodes.
     """
     try:
-        found = np.load(path, allow_pickle=False)
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
         labels = found["labels"] if hasattr(found, "files") else found
         if hasattr(found, "files") and "confidence" in found.files:
             confidence = found["confidence"]
+        elif confidence_path is not None:
+            confidence = np.load(confidence_path, mmap_mode="r", allow_pickle=False)
         else:
             confidence = keyed.uniform(
                 keyed.stream(0, "initial-labels", 9), torch.arange(len(labels))
@@ -186,9 +198,13 @@ def labels_from_file(path: Path, num_nodes: int) -> tuple[Tensor, Tensor]:
             f"Label file {path} has NaN or infinite confidence in "
             f"{(~np.isfinite(confidence)).sum():,} rows."
         )
-    return torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(
-        confidence.astype(np.float64)
-    )
+    with warnings.catch_warnings():
+        # torch warns that a mapped file is read-only; nobody writes to it.
+        warnings.simplefilter("ignore", UserWarning)
+        return (
+            torch.from_numpy(labels.astype(np.int64, copy=False)),
+            torch.from_numpy(confidence.astype(np.float64, copy=False)),
+        )
 
 
 # step, total, values, stage: what a progress bar shows
@@ -213,7 +229,7 @@ def number_of_clusters(
         return cfg.cluster.num_clusters
     if graph.num_classes >= 2 and cfg.cluster.num_clusters is None:
         return graph.num_classes
-    x = compact(graph.rows().to(torch.get_default_dtype()))
+    x = compact(_rows_for("propagated", graph))
     return estimate_clusters(
         x, topology, propagated.settings_for(graph.num_nodes), cfg.run.seed, comm, tick
     )
@@ -249,18 +265,18 @@ def labels_by_kmeans(
     """
     begin, end = comm.slice_of(num_nodes)
     seed = keyed.derive(cfg.run.seed, keyed.STREAM["initial-labels"])
-    gids = torch.arange(begin, end)
 
     def rows(at: Tensor) -> Tensor:
         return F.normalize(embedder(encoder, at, 0).z.flatten(1).float(), dim=1, eps=1e-12)
 
     if num_nodes <= _FIT_ROWS:
+        gids = torch.arange(begin, end)
         found = kmeans(
             rows(gids), num_clusters, seed=seed, comm=comm, gids=gids, restarts=cfg.cluster.restarts
         )
         labels, confidence = found.labels, found.confidence.double()
     else:
-        chosen = gids[keyed.uniform(keyed.stream(seed, "kmeans", 1), gids) < _FIT_ROWS / num_nodes]
+        chosen = keyed.below(keyed.stream(seed, "kmeans", 1), _FIT_ROWS / num_nodes, begin, end)
         centres = kmeans(
             rows(chosen),
             num_clusters,
@@ -269,7 +285,10 @@ def labels_by_kmeans(
             gids=chosen,
             restarts=cfg.cluster.restarts,
         ).centres
-        parts = [assign(rows(at), centres)[:2] for at in gids.split(_ASSIGN_ROWS)]
+        parts = [
+            assign(rows(torch.arange(at, min(at + _ASSIGN_ROWS, end))), centres)[:2]
+            for at in range(begin, end, _ASSIGN_ROWS)
+        ]
         labels, confidence = (
             torch.cat([p[0] for p in parts]),
             torch.cat([p[1] for p in parts]).double(),
@@ -362,6 +381,15 @@ def _of_main(find: Callable[[], Found], comm: Comm) -> Found:
     return found[0] if found else NO_LABELS if is_found else None  # type: ignore[return-value]
 
 
+def _rows_for(method: str, graph: Graph) -> Features:
+    """The features as a method takes them: k-means on propagated ones reads a few columns at a
+    time in single precision, from the mapped file.
+    """
+    if method == "propagated" and torch.get_default_dtype() == torch.float32:
+        return graph.stored_rows()
+    return graph.rows().to(torch.get_default_dtype())
+
+
 def _make(
     method: str,
     settings: Any,
@@ -375,5 +403,5 @@ def _make(
 ) -> tuple[Tensor, Tensor]:
     if method == "selfkmeans":
         return labels_by_kmeans(*edge_only(), graph.num_nodes, count, cfg, comm)
-    x = compact(graph.rows().to(torch.get_default_dtype()))
+    x = compact(_rows_for(method, graph))
     return clusterer(method).make(x, topology, count, settings, cfg.run.seed, comm, tick)

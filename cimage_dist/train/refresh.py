@@ -19,12 +19,8 @@ from cimage_dist.ci import random_half, score_features
 from cimage_dist.ci.diagnostics import describe_partition, overlap
 from cimage_dist.ci.hsic import HsicStats, averaged, block_statistics, conditional_statistics
 from cimage_dist.ci.partition import choose_partition, refusal
-from cimage_dist.ci.pseudolabels import (
-    class_quota,
-    grow_confident,
-    select_confident,
-    smallest_per_group,
-)
+from cimage_dist.ci.pseudolabels import grow_confident, select_confident
+from cimage_dist.ci.smallest import even_sample, num_groups
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import CsrFeatures
@@ -150,41 +146,39 @@ class Refresher:
     ) -> None:
         self.cfg, self.embedder, self.comm = cfg, embedder, comm
         self.diagnose_every = diagnosis_interval(cfg, num_steps)
-        self.gids = torch.arange(first_node, first_node + labels.numel())
-        self.labels = labels.to(torch.int64)
-        self.base = select_confident(
-            self.labels,
+        nodes = range(first_node, first_node + labels.numel())
+        base = select_confident(
+            labels,
             confidence,
-            self.gids,
+            nodes,
             fraction=cfg.cluster.fraction,
             min_per_cluster=2 * cfg.ci.block_size,
             comm=comm,
         )
-        highest = torch.cat([self.labels, torch.tensor([-1])]).max()
-        self.num_clusters = int(comm.gather_rows(highest.view(1)).max()) + 1
+        self.num_clusters = num_groups(labels, comm)
         self.failures = 0
         self.average: HsicStats | None = None  # over the refreshes that decided something
-        if cfg.sampler.fanouts:
-            self._thin_out()
+        kept = self._looked_at(labels, base, nodes)
+        self.gids, self.labels, self.base = kept + first_node, labels[kept], base[kept]
 
-    def _thin_out(self) -> None:
-        """Sampled regime: look at no more than max_samples members and as many candidates, so that
-        a refresh does not grow with N.
+    def _looked_at(self, labels: Tensor, base: Tensor, nodes: range) -> Tensor:
+        """Collective: which of this rank's nodes a refresh looks at, int64 [m]: all; in the sampled
+        regime no more than max_samples members and as many candidates, so that it does not grow
+        with N.
         """
-        limit, key = self.cfg.ci.max_samples, keyed.stream(self.cfg.run.seed, "refresh-sample")
-        members = self._at_most(torch.where(self.base, self.labels, -1), limit, key)
-        others = self._at_most(torch.where(~self.base & (self.labels >= 0), 0, -1), limit, key)
-        kept = members | others
-        self.gids, self.labels, self.base = self.gids[kept], self.labels[kept], self.base[kept]
+        if not self.cfg.sampler.fanouts:
+            return torch.arange(len(nodes))
+        key = keyed.stream(self.cfg.run.seed, "refresh-sample")
+        rest = self.num_clusters, self.cfg.ci.max_samples, key, self.comm
 
-    def _at_most(self, groups: Tensor, limit: int, key: int) -> Tensor:
-        """Collective: at most `limit` rows over all ranks, even over groups, by a keyed draw; bool
-        [n].
-        """
-        sizes = self.comm.sum(torch.bincount(groups[groups >= 0], minlength=self.num_clusters))
-        return smallest_per_group(
-            keyed.uniform(key, self.gids), self.gids, groups, class_quota(sizes, limit), self.comm
-        )
+        def members(rows: slice) -> Tensor:
+            return torch.where(base[rows], labels[rows], -1)
+
+        def others(rows: slice) -> Tensor:
+            return torch.where(~base[rows] & (labels[rows] >= 0), 0, -1)
+
+        kept = even_sample(members, nodes, *rest) | even_sample(others, nodes, *rest)
+        return kept.nonzero().squeeze(-1)
 
     def __call__(
         self, encoder: Encoder, step: int, previous: CIScores | None
@@ -217,10 +211,13 @@ class Refresher:
             seed=cfg.run.seed,
             comm=comm,
         )
-        sample = self._at_most(
-            torch.where(grown.mask, self.labels, -1),
+        sample = even_sample(
+            lambda rows: torch.where(grown.mask[rows], self.labels[rows], -1),
+            self.gids,
+            self.num_clusters,
             cfg.ci.max_samples,
             keyed.stream(cfg.run.seed, "refresh-sample", step),
+            comm,
         )
         rows, labels, gids = h[sample], self.labels[sample], self.gids[sample]
         if cfg.ci.normalize:

@@ -217,15 +217,12 @@ def fit_to_graph(cfg: Config, graph: Graph, topology: Topology, comm: Comm) -> C
 @torch.no_grad()
 def choose_teleport(graph: Graph, topology: Topology) -> Teleport:
     """α for this graph, a function of its features and edges alone: the same for every run seed."""
-    nodes = torch.arange(graph.num_nodes)
-    if graph.num_nodes > _WHOLE_BELOW:
-        draws = keyed.bits(keyed.stream(0, "teleport", 0), nodes)
-        nodes = draws.topk(_SAMPLED_NODES).indices.sort().values
+    seen = graph.num_nodes if graph.num_nodes <= _WHOLE_BELOW else _SAMPLED_NODES
+    nodes = keyed.highest(keyed.stream(0, "teleport", 0), graph.num_nodes, seen)
     if graph.num_nodes < _MIN_NODES or graph.num_features < _MIN_FEATURES:
         return Teleport(FALLBACK, None)
     fits = keyed.uniform(keyed.stream(0, "teleport", 1), nodes) < 0.5
-    drawn = keyed.bits(keyed.stream(0, "teleport", 3), torch.arange(graph.num_nodes))
-    at = drawn.topk(min(_DIRECTION_ROWS, graph.num_nodes)).indices.sort().values
+    at = keyed.highest(keyed.stream(0, "teleport", 3), graph.num_nodes, _DIRECTION_ROWS)
     sample = rows_at(graph.x, at.numpy())
     shares = torch.zeros(len(_GRID), dtype=torch.float64)
     for split in range(_SPLITS):

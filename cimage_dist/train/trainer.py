@@ -154,9 +154,8 @@ class Trainer:
         """A keyed sample of the features, the same on every rank; empty if no norm needs it."""
         if norm_kind(self.cfg) != "batch":
             return torch.empty(0, self.graph.num_features)
-        gids = torch.arange(self.graph.num_nodes)
-        draw = keyed.uniform(keyed.stream(self.cfg.run.seed, "refresh-sample", -1), gids)
-        chosen = gids[draw < _SETTLE_ROWS / gids.numel()]
+        key, nodes = keyed.stream(self.cfg.run.seed, "refresh-sample", -1), self.graph.num_nodes
+        chosen = keyed.below(key, _SETTLE_ROWS / nodes, 0, nodes)
         return rows_at(self.graph.x, chosen.numpy())
 
     def settle(self) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from cimage_dist.ci import smallest
 from cimage_dist.ci.pseudolabels import (
     class_quota,
     grow_confident,
@@ -33,8 +34,13 @@ def clusters(
     return z, labels, confidence, gids
 
 
+@pytest.mark.parametrize("rows", [7, 64, 1 << 20])
 @pytest.mark.parametrize(("fraction", "minimum"), [(0.15, 40), (0.5, 3), (1.0, 1), (0.01, 1000)])
-def test_confident_equals_a_full_sort(fraction: float, minimum: int) -> None:
+def test_confident_equals_a_full_sort(
+    fraction: float, minimum: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether rows are read in parts or at once."""
+    monkeypatch.setattr(smallest, "_PART_ROWS", rows)
     _, labels, confidence, gids = clusters()
     mask = select_confident(labels, confidence, gids, fraction=fraction, min_per_cluster=minimum)
     assert np.array_equal(

@@ -57,7 +57,7 @@ def select(
 
 
 def relabel(known: Ints, columns: Ints) -> tuple[Ints, Ints]:
-    """As `csr.relabel`."""
+    """(gids not in `known`, ascending; local id of every column)."""
     fresh = np.setdiff1d(columns, known)
     local = {gid: i for i, gid in enumerate([*known.tolist(), *fresh.tolist()])}
     return fresh, np.array([local[gid] for gid in columns.tolist()], dtype=np.int64)

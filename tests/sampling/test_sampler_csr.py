@@ -12,6 +12,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.sampling import csr
 from cimage_dist.sampling.csr import CsrGraph
 from cimage_dist.sampling.hidden import HiddenEdges, hide
+from cimage_dist.sampling.local_ids import LocalIds
 from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.types import View
 from tests.sampling import oracle
@@ -245,11 +246,21 @@ def test_compiled_rows_are_those_of_the_oracle(width: type) -> None:
             got, want = csr.select(*given), oracle.select(*given)
             for name in csr.Selection._fields:
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
-    columns = graph.indices[got.entry].astype(np.int64)
-    for found, expected in zip(
-        csr.relabel(targets, columns), oracle.relabel(targets, columns), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("num_nodes", [2000, 10**12])
+def test_local_ids_by_table_and_by_hash(num_nodes: int) -> None:
+    rng = np.random.default_rng(4)
+    ids, gids = LocalIds(num_nodes), rng.integers(0, 2000, (3, 700)) * (num_nodes // 2000)
+    first = ids.add(gids[0], ascending=False)
+    assert ids.nodes.tolist() == list(dict.fromkeys(gids[0].tolist()))
+    assert np.array_equal(ids.nodes[first], gids[0])
+    for columns in gids[1:]:
+        known = ids.nodes
+        found = ids.add(columns.astype(np.int32) if num_nodes == 2000 else columns)
+        fresh, expected = oracle.relabel(known, columns)
+        assert np.array_equal(found, expected)
+        assert np.array_equal(ids.nodes, np.concatenate([known, fresh]))
 
 
 def test_compiled_words_are_the_keyed_ones() -> None:

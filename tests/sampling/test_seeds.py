@@ -7,7 +7,7 @@ from scipy import stats
 
 from cimage_dist.errors import UserError
 from cimage_dist.sampling import seeds as seeds_module
-from cimage_dist.sampling.seeds import SeedSchedule, has_edge, rank_slice, upper_pointer
+from cimage_dist.sampling.seeds import SeedSchedule, UpperEntries, has_edge, rank_slice
 from tests.sampling.toy_csr import Csr, directed_pairs, make_csr, random_csr, star_csr
 
 
@@ -88,12 +88,19 @@ def test_first_endpoint_is_degree_distributed() -> None:
     assert abs(hub_first - 1000) < 4 * np.sqrt(500)  # binomial(2000, 1/2)
 
 
-def test_upper_pointer_in_chunks_matches_a_count() -> None:
+def test_upper_entries_are_numbered_row_by_row() -> None:
     indptr, indices = random_csr(101, 400)
     rows = np.repeat(np.arange(101), np.diff(indptr))
-    expected = np.concatenate([[0], np.cumsum(np.bincount(rows[indices > rows], minlength=101))])
-    for chunk in (1, 7, 101, 1000):
-        assert np.array_equal(upper_pointer(indptr, indices, chunk), expected)
+    above = indices > rows
+    for rows_apart in (1, 7, 101, 1000):
+        upper = UpperEntries(indptr, indices, rows_apart)
+        assert upper.total == above.sum()
+        row, column = upper.ends(np.arange(upper.total))
+        assert np.array_equal(row, rows[above]) and np.array_equal(column, indices[above])
+
+
+def test_half_a_byte_is_kept_for_a_node() -> None:
+    assert SeedSchedule(*random_csr(3200, 9000), batch_edges=8, seed=0).upper.before.nbytes == 1608
 
 
 def test_has_edge_agrees_with_the_edge_set() -> None:

@@ -245,9 +245,9 @@ def test_labels_are_made_once_for_all_runs_that_agree(tmp_path, monkeypatch):
     assert torch.equal(
         loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink()).labels, first.labels
     )
-    content = bytearray((folder / "labels.npz").read_bytes())
+    content = bytearray((folder / "labels.npy").read_bytes())
     content[200] ^= 1
-    (folder / "labels.npz").write_bytes(bytes(content))
+    (folder / "labels.npy").write_bytes(bytes(content))
     with pytest.raises(UserError, match=r"cannot be trusted.*checksum"):
         loop.make_labels(cfg, graph, graph.topology(), Comm(), MemorySink())
     monkeypatch.setattr(initial, "_make", lambda *args: (first.labels, first.confidence))

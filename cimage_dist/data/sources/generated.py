@@ -145,7 +145,8 @@ def load_sbm(data: DataConfig) -> RawGraph:
         "nuisance_factors",
     }
     edges, features = (lambda: _sbm_edges(sbm, order)), (lambda: _sbm_features(sbm, labels))
-    return RawGraph(n, edges, features, labels, notes={"planted": columns})
+    notes = {"planted": columns}
+    return RawGraph(n, edges, features, labels, notes=notes, are_dense=True)
 
 
 def _counts(rng: np.random.Generator, topic: Array, habit: Array) -> Array:

@@ -44,6 +44,8 @@ class RawGraph:
     """Raw files; their checksums go into the manifest."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts about the data for the manifest, e.g. which columns are planted."""
+    are_dense: bool = False
+    """Whether features are known to be dense, so that nothing needs to be kept to find out."""
     feature_hint: str = "this source has none"
     """Why there are no features, for the error message."""
     ids: NodeIds | None = None
