@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import torch
 
-from cimage_dist.io import environment
+from cimage_dist.io import storage
 from cimage_dist.nn.kernels.cpu.parallel import (
     LANES,
     add,
@@ -45,7 +45,7 @@ def facts(threads: int) -> dict[str, Any]:
         "cpu": model,
         "load": load,
         "threads": threads,
-    } | environment.describe()
+    } | storage.describe()
 
 
 def headline(threads: int) -> str:

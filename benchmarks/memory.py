@@ -272,7 +272,7 @@ def run_case(args: argparse.Namespace) -> None:
 
 
 def machine() -> dict[str, Any]:
-    from cimage_dist.io import environment
+    from cimage_dist.io import storage
 
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -286,7 +286,7 @@ def machine() -> dict[str, Any]:
             model,
         )
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    return {"date": str(datetime.date.today()), "cpu": model, "load": load} | environment.describe()
+    return {"date": str(datetime.date.today()), "cpu": model, "load": load} | storage.describe()
 
 
 def main() -> None:

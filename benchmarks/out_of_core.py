@@ -41,7 +41,7 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import ingest, open_graph, store_path
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.io.environment import keep_freed_memory
+from cimage_dist.io.storage import keep_freed_memory
 from cimage_dist.pipeline.embedding import here, make_embeddings
 from cimage_dist.sampling.loader import BatchLoader
 from cimage_dist.train import initial

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from hardware import best_seconds, cache_gbytes, facts, headline, memory_gbytes, peak_gflops
 
-from cimage_dist.io.environment import keep_freed_memory
+from cimage_dist.io.storage import keep_freed_memory
 from cimage_dist.nn.routing import RoutingConv
 from cimage_dist.types import EdgeList
 

@@ -30,7 +30,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import ingest, open_graph
-from cimage_dist.io.environment import keep_freed_memory
+from cimage_dist.io.storage import keep_freed_memory
 from cimage_dist.train.refresh import random_scores
 from cimage_dist.train.trainer import Trainer
 

@@ -66,7 +66,7 @@ def rank_main(rank: int, world: int, folder: str, args: argparse.Namespace) -> N
     from cimage_dist.comm import Comm
     from cimage_dist.data.ingest import open_graph
     from cimage_dist.data.splits import training_graph
-    from cimage_dist.eval.links import make_validator
+    from cimage_dist.eval.score import make_validator
     from cimage_dist.pipeline.stages import untrained_model
 
     torch.set_num_threads(1)

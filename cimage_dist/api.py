@@ -38,8 +38,7 @@ from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import as_graph, evaluate
-from cimage_dist.pipeline.length import announce
-from cimage_dist.train.progress import Progress, in_notebook
+from cimage_dist.train.progress import Progress, announce, in_notebook
 from cimage_dist.train.sink import MemorySink
 from cimage_dist.train.trainer import pick_device
 from cimage_dist.types import CIScores

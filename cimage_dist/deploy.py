@@ -309,7 +309,7 @@ def _fetch_first(pod: Document, address: str) -> None:
 
 def fetch(address: str, folder: Path) -> int:
     """Number of files copied now."""
-    from cimage_dist.data.staging import open_storage  # loads torch, which manifests do not need
+    from cimage_dist.io.storage import open_storage
 
     try:
         store, root = open_storage(address)

@@ -13,8 +13,8 @@ from cimage_dist.config import Config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
-from cimage_dist.eval.links import row_scores
-from cimage_dist.io import artifacts, environment
+from cimage_dist.eval.score import row_scores
+from cimage_dist.io import artifacts, storage
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import (
     best_controls,
@@ -22,8 +22,8 @@ from cimage_dist.pipeline.evaluation import (
     score_links,
     score_matrix,
     untrained_rows,
+    view_scores,
 )
-from cimage_dist.pipeline.views import view_scores
 from cimage_dist.train.progress import Progress
 from experiments.low_labels import low_label_scores
 from experiments.spec import RULER, Cell
@@ -73,7 +73,7 @@ def run_cell(
     few = cfg.eval.few_labels or _FEW_LABELS
     scoring = dataclasses.replace(cfg.eval, controls=is_shipped and not known, few_labels=few)
     cfg = dataclasses.replace(cfg, eval=scoring)
-    environment.forget_peak_memory()
+    storage.forget_peak_memory()
     summary = train(cfg, progress, graph)
     found = evaluate_run(cfg, graph=graph)
     if known:
@@ -87,7 +87,7 @@ def run_cell(
         result["views"] = view_scores(cfg, graph, read_test=True)
     if cell.extra == "low_labels":
         result["low_labels"] = low_label_scores(cfg, graph)
-    facts = environment.describe()
+    facts = storage.describe()
     result |= {
         "command": cell.command(),
         "config": cell.config,
@@ -97,7 +97,7 @@ def run_cell(
         "ruler": RULER,
         "steps": summary["steps"],
         "seconds": round(summary["seconds"], 1),
-        "peak_rss_gb": round(environment.peak_memory() / 1e9, 2),
+        "peak_rss_gb": round(storage.peak_memory() / 1e9, 2),
         "commit": code_commit(),
         "environment": {
             name: facts[name]

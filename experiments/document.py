@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from cimage_dist.eval.statistics import CONTROLS
+from cimage_dist.eval.controls import CONTROLS
 from cimage_dist.io import artifacts
 from experiments.field import load_fields, render_field
 from experiments.figure import gain_svg

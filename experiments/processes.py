@@ -11,7 +11,7 @@ import traceback
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from cimage_dist.io.environment import end_with_parent
+from cimage_dist.io.storage import end_with_parent
 from experiments.run import ONE_THREAD, here, wants_workers
 from experiments.work import main
 

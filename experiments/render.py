@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cimage_dist.eval.statistics import CONTROLS, paired, value_at
+from cimage_dist.eval.controls import CONTROLS, paired, value_at
 from experiments.cell import read_result
 from experiments.low_labels import RATIOS
 from experiments.spec import RULER, Cell, Table

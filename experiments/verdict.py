@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cimage_dist.eval.statistics import (
+from cimage_dist.eval.controls import (
     CONTROLS,
     LEVEL,
     MARGIN,

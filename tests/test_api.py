@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 
 import cimage_dist
 from cimage_dist import Config, Graph, Pretrainer, UserError, evaluate, load_config, open_graph
-from cimage_dist.cli.main import main
+from cimage_dist.__main__ import main
 from cimage_dist.config_loading import with_settings
 from tests.conftest import small_sbm_settings
 

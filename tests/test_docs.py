@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from cimage_dist.__main__ import FAMILIES, parse
 from cimage_dist.cli.common import config_for, split_settings
-from cimage_dist.cli.main import FAMILIES, parse
 from cimage_dist.cli.remote import job_line
 from cimage_dist.config import Config
 from cimage_dist.config_loading import known_keys
-from cimage_dist.eval.statistics import CONTROLS
+from cimage_dist.eval.controls import CONTROLS
 from experiments.cell import read_result
 from experiments.document import (
     BEGIN,

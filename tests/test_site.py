@@ -16,7 +16,7 @@ import pytest
 
 import cimage_dist
 from cimage_dist import registry
-from cimage_dist.cli.main import main
+from cimage_dist.__main__ import main
 from cimage_dist.tune.spec import load_sweep
 from tests.test_docs import check
 

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.attention import Attention
 from cimage_dist.baselines.encoders import minimise, prepared
-from cimage_dist.baselines.sparse import Features, Pattern, compact, dropout, scaled_rows
+from cimage_dist.baselines.sparse import Attention, Features, Pattern, compact, dropout, scaled_rows
 
 ROWS = 2048  # rows of similarities held at a time
 SETS = ("features", "edges", "both")

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cimage_dist.baselines import Fitted, Graph, Step
-from cimage_dist.baselines.attention import Attention
 from cimage_dist.baselines.encoders import minimise, prepared
 from cimage_dist.baselines.sparse import (
+    Attention,
     Features,
     Pattern,
     compact,

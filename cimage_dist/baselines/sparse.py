@@ -1,4 +1,5 @@
-"""Products with sparse matrices whose values may have a gradient, and features stored that way.
+"""Products with sparse matrices whose values may have a gradient, features stored that way, and
+graph attention as such products, which GraphMAE2, AUG-MAE and GiGaMAE share.
 
 A sparse product is about ten times as fast on a CPU as messages along edges; features of a bag of
 words have one entry in a hundred, so their product with a weight hardly costs anything.
@@ -11,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_geometric.nn import Linear
+from torch_geometric.nn.inits import glorot
+from torch_geometric.utils import softmax
 
 # Features with a smaller share of entries are stored sparse: a dense product is some five times as
 # fast per entry.
 SPARSE_BELOW = 0.15
+SLOPE = 0.2  # of LeakyReLU below zero, as in the paper
 
 
 def _csr(begins: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -162,3 +167,44 @@ def projected_with_rows(
         return F.dropout(x.index_copy(0, rows, content), rate, training) @ weight.t()
     others = projected(dropout(x, rate, training), weight)
     return others.index_copy(0, rows, F.dropout(content, rate, training) @ weight.t())
+
+
+class Attention(nn.Module):
+    """Per head: out_v = sum_u a_vu h_u,  a_vu = softmax over u of LeakyReLU(r . h_v + s . h_u).
+
+    h = X W, u runs over the entries of row v: the sources of its edges and v itself. The heads
+    [N, out] are put side by side, or with `concat` False averaged; then a bias is added. P.
+    Velickovic et al., "Graph Attention Networks", ICLR 2018. `dropout` is that of the shares a.
+    """
+
+    def __init__(
+        self, num_features: int, out: int, heads: int, dropout: float, concat: bool = True
+    ) -> None:
+        super().__init__()
+        self.heads, self.out_channels, self.concat, self.dropout = heads, out, concat, dropout
+        self.lin = Linear(num_features, heads * out, bias=False, weight_initializer="glorot")
+        self.att_src = nn.Parameter(torch.empty(1, heads, out))  # s
+        self.att_dst = nn.Parameter(torch.empty(1, heads, out))  # r
+        self.bias = nn.Parameter(torch.zeros(heads * out if concat else out))
+        glorot(self.att_src)
+        glorot(self.att_dst)
+
+    def forward(self, x: Features, links: Pattern) -> Tensor:
+        return self.attend(projected(x, self.lin.weight), links)
+
+    def attend(self, h: Tensor, links: Pattern) -> Tensor:
+        """The layer for h = X W [N, heads * out]; rows without entries hold the bias alone."""
+        by_head = h.view(-1, self.heads, self.out_channels).transpose(0, 1)  # [heads, N, out]
+        sent, received = (
+            torch.bmm(by_head, vector.view(self.heads, -1, 1)).squeeze(2).t()
+            for vector in (self.att_src, self.att_dst)
+        )
+        # index_select, unlike [...], has a fast gradient; [E, heads].
+        logits = F.leaky_relu(
+            sent.index_select(0, links.column) + received.index_select(0, links.row), SLOPE
+        )
+        share = softmax(logits, ptr=links.begins.long())
+        share = F.dropout(share, self.dropout, self.training)
+        outs = [links.times(a, one) for a, one in zip(share.t(), by_head, strict=True)]
+        joined = torch.cat(outs, 1) if self.concat else torch.stack(outs).mean(0)
+        return joined + self.bias

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cimage_dist import keyed
-from cimage_dist.ci.smallest import (
+from cimage_dist.comm import (
+    Comm,
     Gids,
     class_quota,
     ids_of,
@@ -25,7 +26,6 @@ from cimage_dist.ci.smallest import (
     smallest_in_parts,
     smallest_per_group,
 )
-from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
 from cimage_dist.losses import unit_rows
 

@@ -59,7 +59,7 @@ def _add_flags(parser: argparse.ArgumentParser, is_submit: bool) -> None:
 
 def job_line(args: argparse.Namespace) -> tuple[list[str], argparse.Namespace]:
     """The job's words, without submit's own flags, and what the real parser makes of them."""
-    from cimage_dist.cli.main import Parser
+    from cimage_dist.__main__ import Parser
 
     flags = Parser("cimage submit", add_help=False, allow_abbrev=False)
     flags.argument_default = argparse.SUPPRESS

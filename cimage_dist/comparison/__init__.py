@@ -20,7 +20,7 @@ from cimage_dist.data.ingest import data_of, open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.io import artifacts, environment
+from cimage_dist.io import artifacts, storage
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import as_graph
 from cimage_dist.train.initial import number_of_clusters
@@ -311,5 +311,5 @@ def _facts(cfg: Config, graphs: _Graphs, clusters: int | None) -> dict[str, Any]
         "clusters": clusters,
         "raw_features": graphs.is_raw,
         "config_fingerprint": fingerprint(cfg),
-        "environment": environment.describe(),
+        "environment": storage.describe(),
     }

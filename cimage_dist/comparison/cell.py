@@ -27,8 +27,8 @@ from cimage_dist.config import Config, fingerprint
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import PairScore, row_scores
-from cimage_dist.io import artifacts, environment
+from cimage_dist.eval.score import PairScore, row_scores
+from cimage_dist.io import artifacts, storage
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.evaluation import evaluate_run, score_links, score_matrix
 from cimage_dist.train.progress import Progress
@@ -179,13 +179,13 @@ def _measured(train: Callable[[], T]) -> tuple[T, dict[str, float]]:
     """What `train` made, and its cost: unlike the time that passed, the seconds of all threads
     together hardly depend on what else the machine does.
     """
-    environment.forget_peak_memory()
+    storage.forget_peak_memory()
     began, cpu_began = time.perf_counter(), time.process_time()
     made = train()
     return made, {
         "seconds": round(time.perf_counter() - began, 2),
         "cpu_seconds": round(time.process_time() - cpu_began, 2),
-        "peak_gb": round(environment.peak_memory() / 1e9, 3),
+        "peak_gb": round(storage.peak_memory() / 1e9, 3),
     }
 
 
@@ -193,7 +193,7 @@ def in_own_process(cell: Cell, quiet: bool, stage: str) -> Result:
     """So that the peak of memory is the cell's own, and its death harms no other."""
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(1, context, environment.end_with_parent) as pool:
+        with ProcessPoolExecutor(1, context, storage.end_with_parent) as pool:
             with _without_main():
                 running = pool.submit(in_this_process, cell, quiet, stage)
             return running.result()

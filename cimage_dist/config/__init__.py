@@ -14,24 +14,28 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Optional
 
-from cimage_dist.config.data import (
+from cimage_dist.config.model import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
     DataConfig,
-    ResourcesConfig,
-    RunConfig,
+    MaskConfig,
+    ModelConfig,
+    Rule,
     SbmConfig,
+    check_fields,
     need,
     opt,
     section,
 )
-from cimage_dist.config.model import LossConfig, MaskConfig, ModelConfig
 from cimage_dist.config.training import (
     EPOCHS,
     SAMPLED_STEPS,
     CIConfig,
     ClusterConfig,
     EvalConfig,
+    LossConfig,
     OptimConfig,
     SamplerConfig,
     TrainConfig,
@@ -63,6 +67,83 @@ __all__ = [
     "run_dir",
     "section",
 ]
+
+
+@dataclass
+class RunConfig:
+    seed: int = opt(
+        0,
+        "seed of everything drawn in this run",
+        Rule(lambda n: 0 <= n < 2**62, "must not be negative (nor 2^62 or more)"),
+    )
+    dir: Optional[str] = opt(
+        None,
+        "run directory, or its URL on object storage (s3://bucket/run, gs://); unset: "
+        "runs/<data.name>/<fingerprint>/seed-<seed>",
+    )
+    log_every: int = opt(10, "steps between lines in metrics.jsonl", AT_LEAST_1)
+    checkpoint_every: int = opt(
+        50, "steps between checkpoints; the last step is always saved", AT_LEAST_1
+    )
+    checkpoint_minutes: float = opt(
+        0.0,
+        "also save when this many minutes have passed since the last checkpoint; 0: never",
+        NOT_NEGATIVE,
+    )
+    keep_checkpoints: int = opt(2, "how many recent checkpoints stay, beside the best", AT_LEAST_1)
+    tensorboard: bool = opt(True, "write TensorBoard events")
+    mlflow: Optional[str] = opt(
+        None,
+        "also log to MLflow: its tracking URI, e.g. sqlite:///mlflow.db or http://host:5000 "
+        "(needs the mlflow package)",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "run")
+
+
+@dataclass
+class ResourcesConfig:
+    num_workers: int = opt(1, "training processes with --on ray", AT_LEAST_1)
+    min_workers: int = opt(
+        0, "fewest workers an elastic run continues with; 0: num_workers, not elastic", NOT_NEGATIVE
+    )
+    cpus_per_worker: int = opt(1, "CPUs that Ray reserves for each worker", AT_LEAST_1)
+    threads: int = opt(
+        0,
+        "CPU threads of each process; 0: cpus_per_worker with --on ray, else torch's choice",
+        NOT_NEGATIVE,
+    )
+    device: Literal["auto", "cpu", "cuda"] = opt(
+        "auto", "where tensors live; auto: CUDA where there is one"
+    )
+    compile: bool = opt(
+        False, "torch.compile the decoders; needs a C++ compiler on a CPU, Triton on a GPU"
+    )
+    lost_after_s: int = opt(
+        20,
+        "seconds without a sign of life after which a worker is taken for lost; all start again",
+        AT_LEAST_1,
+    )
+    timeout_s: int = opt(
+        600,
+        "seconds after which a collective fails though all workers show signs of life",
+        AT_LEAST_1,
+    )
+    max_failures: int = opt(
+        3,
+        "worker failures after which Ray gives up; each resumes from the last checkpoint",
+        NOT_NEGATIVE,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "resources")
+        need(
+            self.min_workers <= self.num_workers,
+            "resources.min_workers",
+            f"must not exceed resources.num_workers ({self.num_workers})",
+            self.min_workers,
+        )
 
 
 def describe_objective(cfg: Config) -> str:

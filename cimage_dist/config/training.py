@@ -1,4 +1,6 @@
-"""Pseudo-labels, partition, sampling, optimiser, training, evaluation."""
+"""How a run trains: its losses, pseudo-labels, conditional-independence scores, mini-batches,
+optimiser and length; and how it is scored.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from cimage_dist import registry
-from cimage_dist.config.data import (
+from cimage_dist.config.model import (
     AT_LEAST_1,
     AT_LEAST_2,
     BELOW_1,
@@ -18,6 +20,83 @@ from cimage_dist.config.data import (
     need,
     opt,
 )
+
+
+@dataclass
+class LossConfig:
+    structure_weight: float = opt(
+        0.1, "weight of the edge loss; 0: there is no edge decoder", NOT_NEGATIVE
+    )
+    factor_weight: float = opt(
+        0.1,
+        "lambda1, weight of the factor reconstruction; 0: no pseudo-labels and no "
+        "conditional-independence scores are computed",
+        NOT_NEGATIVE,
+    )
+    cluster_weight: float = opt(
+        0.01, "lambda2, weight of the modularity loss; negative reverses its sign (ablation)"
+    )
+    sce_power: int = opt(
+        1,
+        "tau, power of the scaled cosine error",
+        Rule(lambda n: 1 <= n <= 10, "must lie between 1 and 10"),
+    )
+    factor_direction: Literal["paper", "code"] = opt(
+        "paper", "paper: scored factors predict the others; code: the reverse"
+    )
+    factor_cosine: Literal["flat", "per_factor"] = opt(
+        "flat",
+        "one cosine per node over all hidden factors (paper), or one per factor (released code)",
+    )
+    factor_target: Literal["self", "detached"] = opt(
+        "self", "what is reconstructed: the masked view's own factors, with or without a gradient"
+    )
+    redundancy_weight: float = opt(
+        1.0, "weight of the redundancy loss; above 0 each step encodes a second view", NOT_NEGATIVE
+    )
+    redundancy_decorrelation: float = opt(
+        1e-3, "mu, weight of the decorrelation of channels in the redundancy loss", NOT_NEGATIVE
+    )
+    extra: dict[str, float] = opt(
+        {}, "weights of registered loss terms by name, e.g. loss.extra.mine=0.5"
+    )
+
+    @property
+    def uses_partition(self) -> bool:
+        return self.factor_weight > 0
+
+    def edges_only(self) -> LossConfig:
+        """The edge loss alone: what the encoder behind the first pseudo-labels is trained with."""
+        return LossConfig(
+            structure_weight=1.0,
+            factor_weight=0.0,
+            cluster_weight=0.0,
+            redundancy_weight=0.0,
+            sce_power=self.sce_power,
+            factor_direction=self.factor_direction,
+            factor_cosine=self.factor_cosine,
+            factor_target=self.factor_target,
+        )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "loss")
+        for name in self.extra:
+            need(
+                name in registry.loss_names(),
+                f"loss.extra.{name}",
+                "is not registered; call cimage_dist.register_loss before the config is loaded",
+                self.extra[name],
+            )
+        names = ("structure_weight", "factor_weight", "cluster_weight", "redundancy_weight")
+        weights = [getattr(self, name) for name in names] + [*self.extra.values()]
+        need(
+            any(weights),
+            "loss.structure_weight, loss.factor_weight, loss.cluster_weight and "
+            "loss.redundancy_weight",
+            "must not all be 0: nothing would be trained",
+            weights,
+        )
+
 
 # How long a run is that says nothing of it. A pass over the whole graph is one step, a sampled one
 # may be ten thousand, so the default of sampled runs counts steps.

@@ -2,7 +2,7 @@
 
 Every edge becomes two keys `row * N + column` (one per direction). Sorted keys are exactly the CSC
 order, and equal keys are duplicates. Keys are spilled to files by key range, so each file can be
-sorted alone and written out in turn.
+sorted alone, by digits in compiled passes, and written out in turn.
 """
 
 from __future__ import annotations
@@ -12,10 +12,71 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from cimage_dist.data.checks import Array, check_ids
 from cimage_dist.errors import UserError
+
+_DIGIT = 11  # bits; the counts of a digit stay in the first-level cache
+_SIZE = 1 << _DIGIT
+
+Keys = NDArray[np.int64]
+
+
+@numba.njit(nogil=True, cache=True)
+def _scatter(keys, out, low, shift, place):  # type: ignore[no-untyped-def]
+    """Each key to where the keys of its digit go next, in the order they come."""
+    mask = len(place) - 1
+    for i in range(len(keys)):
+        digit = ((keys[i] - low) >> shift) & mask
+        out[place[digit]] = keys[i]
+        place[digit] += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _count(keys, low, shift, counts):  # type: ignore[no-untyped-def]
+    mask = len(counts) - 1
+    for i in range(len(keys)):
+        counts[((keys[i] - low) >> shift) & mask] += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _drop_repeats(keys):  # type: ignore[no-untyped-def]
+    """Move the first of equal neighbours forward; returns how many there are."""
+    size = 0
+    for i in range(len(keys)):
+        if size == 0 or keys[i] != keys[size - 1]:
+            keys[size] = keys[i]
+            size += 1
+    return size
+
+
+def by_range(keys: Keys, low: int, shift: int, parts: int) -> list[Keys]:
+    """The keys in `parts` (a power of two) ranges of width 2^shift from `low` on, unsorted."""
+    counts = np.zeros(parts, dtype=np.int64)
+    _count(keys, low, shift, counts)
+    end = np.cumsum(counts)
+    out = np.empty_like(keys)
+    _scatter(keys, out, low, shift, end - counts)
+    return np.split(out, end[:-1])
+
+
+def sort_unique(keys: Keys) -> Keys:
+    """Ascending without repeats. Stable passes from the lowest digit to the highest that differs,
+    from one buffer to the other; `keys` is one of them.
+    """
+    low = int(keys.min())
+    spread, other = int(keys.max()) - low, np.empty_like(keys)
+    for shift in range(0, spread.bit_length(), _DIGIT):
+        counts = np.zeros(_SIZE, dtype=np.int64)
+        _count(keys, low, shift, counts)
+        _scatter(keys, other, low, shift, np.cumsum(counts) - counts)
+        keys, other = other, keys
+    found: Any = keys[: _drop_repeats(keys)]
+    return found
+
 
 DEFAULT_BUDGET = 512 << 20
 MAX_NODES = 3_000_000_000  # N * N must fit into a signed 64-bit key
@@ -89,9 +150,9 @@ def _both_directions(src: Array, dst: Array, num_nodes: int) -> Array:
 def _sort_unique(keys: Array) -> Array:
     """Ascending without repeats; `keys` is overwritten."""
     if keys.size >= _COMPILED_FROM:
-        from cimage_dist.data import sorting
+        from cimage_dist.data import build
 
-        return sorting.sort_unique(keys)
+        return build.sort_unique(keys)
     keys.sort()
     if keys.size < 2:
         return keys
@@ -218,7 +279,6 @@ class CscBuilder:
 
     def _spill(self, keys: Array, low: int, shift: int, prefix: str) -> None:
         """Append keys to one file for each range of 2^shift from `low` on."""
-        from cimage_dist.data.sorting import by_range
 
         for i, part in enumerate(by_range(keys, low, shift, 1 << _BITS)):
             if part.size:

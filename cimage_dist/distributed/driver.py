@@ -36,9 +36,8 @@ from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.storage import open_storage
 from cimage_dist.pipeline import stages
 from cimage_dist.pipeline.embedding import PART_ROWS, Facts, Task
-from cimage_dist.pipeline.length import announce
 from cimage_dist.train.loop import SHOWN
-from cimage_dist.train.progress import Progress, estimate
+from cimage_dist.train.progress import Progress, announce, estimate
 
 _RAY = "ray"  # in the run directory: what Ray records, and its Result
 # Ray's own defaults notice a frozen worker after ten minutes and give workers that have no room, as

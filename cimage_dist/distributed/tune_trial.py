@@ -31,7 +31,7 @@ from cimage_dist.io import artifacts, checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.io.mirror import write_mark
 from cimage_dist.pipeline import stages
-from cimage_dist.pipeline.views import view_scores
+from cimage_dist.pipeline.evaluation import view_scores
 from cimage_dist.train.progress import Progress
 from cimage_dist.train.sink import LocalSink
 from cimage_dist.tune.ledger import (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
-from cimage_dist.nn.optim import Adam
+from cimage_dist.nn.model import Adam
 
 STRENGTHS = tuple(10.0**e for e in range(-3, 4))  # the one grid, for every method and every control
 ABSENT = -1e6  # bias of a class that the training rows do not have

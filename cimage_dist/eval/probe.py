@@ -20,7 +20,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import EvalConfig
 from cimage_dist.errors import UserError
 from cimage_dist.eval.logistic import STRENGTHS, Path, Rows, is_divided, logistic_path, unit_rows
-from cimage_dist.nn.optim import Adam
+from cimage_dist.nn.model import Adam
 from cimage_dist.types import NodeSplit
 
 _T_0, _T_MULT = 50, 2  # cosine restarts of §9.1

@@ -1,9 +1,12 @@
-"""Checkpoints: `ckpt/step-000400/{state.safetensors,state.json}`, then `ckpt/LATEST` (and
-`ckpt/BEST`).
+"""What a run stores in many pieces. Checkpoints: `ckpt/step-000400/{state.safetensors,state.json}`,
+then `ckpt/LATEST` (and `ckpt/BEST`).
 
 A checkpoint becomes visible only by the rename of its complete directory; the pointer files are a
 convenience. Loading verifies checksums and falls back to the newest checkpoint that is whole.
 Nothing is ever unpickled.
+
+And large matrices as numbered .npy files of equally many rows: made in any order by any process,
+read through memory maps. A folder of embeddings is such a matrix with a manifest.
 """
 
 from __future__ import annotations
@@ -11,10 +14,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cimage_dist.errors import UserError
@@ -24,6 +33,9 @@ FORMAT = 1
 TENSORS, META = "state.safetensors", "state.json"
 log = logging.getLogger("cimage")
 Record = TypeVar("Record")
+_VERIFY_BYTES = 1 << 30  # beyond this only sizes are looked at, as for graph stores
+
+Rows = NDArray[np.float32]
 
 
 class Checkpoint(NamedTuple):
@@ -191,3 +203,154 @@ def unpack_record(
     prefix = f"{name}."
     own = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
     return kind(**own, **plain)
+
+
+class RowFiles:
+    """float32 [rows, width] in `folder`: part i holds the rows from i * size on; the last part may
+    be shorter.
+    """
+
+    def __init__(self, folder: Path, rows: int, width: int, size: int) -> None:
+        self.folder, self.rows, self.width, self.size = folder, rows, width, size
+        self._map = lru_cache(maxsize=None)(self.part)
+
+    def __len__(self) -> int:
+        """How many parts there are, made or not."""
+        return -(-self.rows // self.size)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.rows * self.width
+
+    def name(self, index: int) -> str:
+        return f"part-{index:05d}.npy"
+
+    def range_of(self, index: int) -> slice:
+        return slice(index * self.size, min((index + 1) * self.size, self.rows))
+
+    def part(self, index: int) -> Rows:
+        """One part, mapped."""
+        rows: Rows = np.load(self.folder / self.name(index), mmap_mode="r", allow_pickle=False)
+        return rows
+
+    def is_whole(self, index: int) -> bool:
+        """Whether a part is there in full length; what was renamed into place is, short of damage
+        to the disk.
+        """
+        try:
+            part, rows = self.part(index), self.range_of(index)
+        except (OSError, ValueError, EOFError):
+            return False
+        return part.shape == (rows.stop - rows.start, self.width) and part.dtype == np.float32
+
+    def take(self, gids: NDArray[np.int64]) -> Rows:
+        """The rows of ascending `gids`, copied; nothing else is read."""
+        out = np.empty((len(gids), self.width), np.float32)
+        bounds = np.searchsorted(gids, np.arange(len(self) + 1) * self.size)
+        for index in np.flatnonzero(np.diff(bounds)):
+            here = slice(bounds[index], bounds[index + 1])
+            np.take(
+                self._map(int(index)),
+                gids[here] - index * self.size,
+                axis=0,
+                out=out[here],
+                mode="clip",
+            )  # other modes copy once more
+        return out
+
+    def write(self, index: int, chunks: Iterable[Rows]) -> None:
+        """Make a part from chunks of its rows in order: flushed, then renamed into place, so that
+        its name says that it is done.
+        """
+        rows = self.range_of(index)
+        facts: dict[str, Any] = {
+            "descr": "<f4",
+            "fortran_order": False,
+            "shape": (rows.stop - rows.start, self.width),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tmp = self.folder / f"{artifacts.TMP_PREFIX}{self.name(index)}-{uuid4().hex[:8]}"
+        try:
+            with tmp.open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, facts)
+                for chunk in chunks:
+                    file.write(np.ascontiguousarray(chunk, dtype="<f4").data)
+                file.flush()
+                os.fsync(file.fileno())
+            tmp.replace(self.folder / self.name(index))
+        finally:
+            tmp.unlink(missing_ok=True)
+
+
+def describe_parts(step: int, graph: str, files: RowFiles, facts: dict[str, Any]) -> dict[str, Any]:
+    """The manifest: row r is in the part whose range holds it."""
+    ranges = [files.range_of(index) for index in range(len(files))]
+    return {
+        "format": FORMAT,
+        "rows": files.rows,
+        "columns": files.width,
+        "dtype": "float32",
+        "step": step,
+        "graph": graph,
+        "parts": [
+            {"file": files.name(index), "first_row": rows.start, "rows": rows.stop - rows.start}
+            for index, rows in enumerate(ranges)
+        ],
+        "files": facts,
+    }
+
+
+def step_of(folder: Path) -> int | None:
+    """Checkpoint step of the embeddings in a folder, or None when there are none (or they are
+    damaged).
+    """
+    if not (folder / artifacts.MANIFEST).is_file():
+        return None
+    body = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
+    total = sum(facts["bytes"] for facts in body["files"].values())
+    return (
+        None
+        if artifacts.damaged_file(folder, body["files"], total <= _VERIFY_BYTES)
+        else int(body["step"])
+    )
+
+
+def open_rows(folder: Path) -> RowFiles:
+    """The embeddings in a folder, on disk until rows are asked for."""
+    body = artifacts.read_json(folder / artifacts.MANIFEST, "the embedding manifest")
+    return RowFiles(folder, body["rows"], body["columns"], body["parts"][0]["rows"])
+
+
+def load_rows(folder: Path) -> Rows:
+    """The embeddings in a folder as one matrix in memory, filled part by part."""
+    files = open_rows(folder)
+    z = np.empty((files.rows, files.width), np.float32)
+    for index in range(len(files)):
+        z[files.range_of(index)] = files.part(index)
+    return z
+
+
+def add_parquet(folder: Path, names: Any = None) -> None:
+    """Beside every part a parquet file: `node` and `z` (fixed-size list of float32). `node` is the
+    row number (int64), or the user's id of it where `names`, an arrow array, has them. The manifest
+    lists the files in the end.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files, manifest = open_rows(folder), folder / artifacts.MANIFEST
+    body = artifacts.read_json(manifest, "the embedding manifest")
+    nodes = np.load(folder / body["nodes"], allow_pickle=False) if "nodes" in body else None
+    for index in range(len(files)):
+        name, rows = files.name(index).replace(".npy", ".parquet"), files.range_of(index)
+        if name not in body["files"]:
+            ids = np.arange(rows.start, rows.stop) if nodes is None else nodes[rows]
+            z = pa.FixedSizeListArray.from_arrays(
+                pa.array(files.part(index).reshape(-1)), files.width
+            )
+            tmp = folder / f"{artifacts.TMP_PREFIX}{name}"
+            shown = pa.array(ids) if names is None else names.take(pa.array(ids))
+            pq.write_table(pa.table({"node": shown, "z": z}), tmp)
+            tmp.replace(folder / name)
+            body["files"] |= artifacts.describe_files(folder, [name])
+    artifacts.write_json(manifest, body)

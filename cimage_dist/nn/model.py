@@ -1,11 +1,12 @@
 """Decoders: an edge from two embeddings, and hidden factors from visible ones.
 
 The whole trainable model: encoder and structure decoder behind one forward, so that DDP sees every
-parameter.
+parameter; and the optimiser of its weights.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -102,7 +103,7 @@ class _PairLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from cimage_dist.nn.kernels.cpu.messages import drop
+        from cimage_dist.nn.kernels.cpu.routing import drop
 
         z, pairs, weight_HD = ctx.saved_tensors
         ends, grad_HD = (torch.zeros_like(z), torch.zeros_like(z)), torch.zeros_like(weight_HD)
@@ -122,7 +123,7 @@ def _dropped_products(
     z: Tensor, pairs: Tensor, rate: float, key: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """(some of the pairs, dropout(z[u] ⊙ z[v]) of them), until all have had their turn."""
-    from cimage_dist.nn.kernels.cpu.messages import drop
+    from cimage_dist.nn.kernels.cpu.routing import drop
 
     for begin in range(0, pairs.shape[0], _CHUNK_PAIRS):
         part = slice(begin, min(begin + _CHUNK_PAIRS, pairs.shape[0]))
@@ -288,3 +289,17 @@ def model_from_weights(cfg: Config, weights: dict[str, Tensor]) -> CimageModel:
         model = CimageModel(num_features, cfg, moments)
     model.load_state_dict(weights)
     return model.eval()
+
+
+class Adam(torch.optim.Adam):
+    """torch.optim.Adam to the bit, without `import torch._dynamo`.
+
+    torch wraps these methods so that its compiler leaves them alone, and the wrappers import the
+    compiler to say so: 150 MB of memory and seconds of every run, most of which compile nothing.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))

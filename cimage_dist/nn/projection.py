@@ -40,7 +40,7 @@ def dropout(x: Tensor, p: float, training: bool, place: Tensor | None = None) ->
         return F.dropout(x, p, training)
     key = draw_key()
     if place is not None:
-        from cimage_dist.nn.kernels.cpu.messages import drop_at
+        from cimage_dist.nn.kernels.cpu.routing import drop_at
 
         return drop_at(x, place, p, key)
     return cast(Tensor, _Dropout.apply(x, p, key))
@@ -49,14 +49,14 @@ def dropout(x: Tensor, p: float, training: bool, place: Tensor | None = None) ->
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: int) -> Tensor:
-        from cimage_dist.nn.kernels.cpu.messages import drop
+        from cimage_dist.nn.kernels.cpu.routing import drop
 
         ctx.p, ctx.key = p, key
         return drop(x, p, key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from cimage_dist.nn.kernels.cpu.messages import drop
+        from cimage_dist.nn.kernels.cpu.routing import drop
 
         return drop(grads[0], ctx.p, ctx.key), None, None
 

@@ -52,7 +52,7 @@ class Grouped:
         self._found: dict[tuple[int, int], Any] = {}
 
     def of(self, to: Tensor, num_targets: int) -> Any:
-        from cimage_dist.nn.kernels.cpu.messages import group
+        from cimage_dist.nn.kernels.cpu.routing import group
 
         key = (to.numel(), num_targets)
         if key not in self._found:
@@ -68,10 +68,10 @@ def add_weighted(
     `grouped` is kept by a caller whose `to` are prefixes of one list.
     """
     if can_compile(x, weight_E, out):
-        from cimage_dist.nn.kernels.cpu.messages import add_messages
+        from cimage_dist.nn.kernels.cpu.routing import sum_messages
 
         by_target = (grouped or Grouped()).of(to, out.shape[0])
-        return add_messages(out, by_target, x, by, weight_E)
+        return sum_messages(out, by_target, x, by, weight_E)
     size = max(1, _CHUNK_FLOATS // max(x[:1].numel(), 1))
     for begin in range(0, to.numel(), size):
         part = slice(begin, begin + size)

@@ -21,7 +21,7 @@ from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.io.environment import peak_gb
+from cimage_dist.io.storage import peak_gb
 from cimage_dist.pseudo import cluster_scores, contingency, hard_modularity, matched_labels
 from cimage_dist.train.initial import SMALL, LabelSet, method_for, number_of_clusters
 from cimage_dist.train.loop import make_labels

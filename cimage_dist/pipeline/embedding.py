@@ -35,7 +35,7 @@ from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
-from cimage_dist.io.rows import RowFiles, Rows, describe_parts, step_of
+from cimage_dist.io.checkpoint import RowFiles, Rows, describe_parts, step_of
 from cimage_dist.nn.inference import MAX_FLOATS, encode_rows, num_stages, reach
 from cimage_dist.nn.model import CimageModel, model_from_weights
 from cimage_dist.train.refresh import SampledEmbedder

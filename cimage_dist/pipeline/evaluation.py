@@ -1,4 +1,6 @@
-"""The evaluate stage: our embedding beside controls that need no training."""
+"""The evaluate stage: our embedding beside controls that need no training; and the single-view
+ablation, how well each group of factors alone predicts the labels (paper, table of single views).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,17 @@ from cimage_dist.eval.controls import (
     pagerank_features,
     principal_components,
     smooth_features,
+    value_at,
 )
-from cimage_dist.eval.links import PairScore, link_scores, model_scores, pick_score, row_scores
-from cimage_dist.eval.score import score_embedding
-from cimage_dist.eval.statistics import value_at
+from cimage_dist.eval.probe import linear_probe
+from cimage_dist.eval.score import (
+    PairScore,
+    link_scores,
+    model_scores,
+    pick_score,
+    row_scores,
+    score_embedding,
+)
 from cimage_dist.io import artifacts, mirror
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.io.mirror import open_run
@@ -309,3 +318,40 @@ def _facts(cfg: Config, graph: Graph, links: LinkSplit | None) -> dict[str, Any]
         "edges": held,
         "objective": describe_objective(cfg),
     }
+
+
+def view_scores(cfg: Config, graph: Graph, read_test: bool = False) -> dict[str, float] | None:
+    """Validation accuracy of a linear probe on F1, on F2 and on both, in percent, with the number
+    of factors in F1; test accuracy with `read_test`.
+
+    None where there is nothing to compare: no labels to validate on, or no partition
+    (loss.factor_weight=0, or all factors on one side).
+    """
+    split, _ = stages.node_split_or_reason(graph, cfg)
+    labels = graph.labels()
+    model, saved = stages.load_model(cfg, graph)
+    chosen = saved.tensors.get("scores.in_context")
+    if split is None or labels is None or chosen is None:
+        return None
+    if not 0 < int(chosen.sum()) < chosen.numel():
+        return None
+    topology, _ = training_graph(graph, cfg.data, cfg.run.seed)
+    z = embed_graph(model.encoder, graph.rows(), topology).view(
+        graph.num_nodes, cfg.model.num_factors, -1
+    )
+    found: dict[str, float] = {"f1_factors": float(chosen.sum())}
+    for name, part in (("f1", z[:, chosen]), ("f2", z[:, ~chosen]), ("both", z)):
+        result = linear_probe(
+            part.flatten(1),
+            labels,
+            split,
+            cfg.eval,
+            cfg.run.seed,
+            graph.num_classes,
+            read_test=read_test,
+        )
+        score = result.test if read_test else result.val
+        if score is None:
+            return None
+        found[name] = score
+    return found

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
-from cimage_dist.io.rows import RowFiles
+from cimage_dist.io.checkpoint import RowFiles
 from cimage_dist.pipeline.embedding import find_nodes
 from cimage_dist.pipeline.evaluation import as_graph, check_embedding
 

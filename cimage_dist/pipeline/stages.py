@@ -31,18 +31,24 @@ from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import node_split, settled, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import make_validator
-from cimage_dist.io import artifacts, checkpoint, environment, mirror
+from cimage_dist.eval.score import make_validator
+from cimage_dist.io import artifacts, checkpoint, mirror, storage
 from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.checkpoint import (
+    RowFiles,
+    add_parquet,
+    describe_parts,
+    load_rows,
+    open_rows,
+    step_of,
+)
 from cimage_dist.io.mirror import open_run
-from cimage_dist.io.rows import RowFiles, add_parquet, describe_parts, load_rows, open_rows, step_of
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel, build_model, model_from_weights, needs_moments
 from cimage_dist.pipeline import embedding
 from cimage_dist.pipeline.embedding import PART_ROWS, Execute, Tick
-from cimage_dist.pipeline.length import LENGTH, announce, changed_training, steps_on
 from cimage_dist.train.loop import worker
-from cimage_dist.train.progress import Progress
+from cimage_dist.train.progress import LENGTH, Progress, announce, changed_training, steps_on
 from cimage_dist.train.sink import LocalSink, Sink
 from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.train.trainer import Trainer, pick_device
@@ -91,7 +97,7 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
 
 def write_environment(run: RunDir, cfg: Config, graph: dict[str, Any]) -> None:
     artifacts.write_json(
-        run.environment, environment.describe() | {"graph": graph, "fingerprint": fingerprint(cfg)}
+        run.environment, storage.describe() | {"graph": graph, "fingerprint": fingerprint(cfg)}
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
-from cimage_dist.nn.optim import Adam
+from cimage_dist.nn.model import Adam
 from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.dinknet_model import (
     Batch,

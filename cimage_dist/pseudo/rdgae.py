@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.errors import UserError
-from cimage_dist.nn.optim import Adam
+from cimage_dist.nn.model import Adam
 from cimage_dist.nn.propagate import gcn_smooth
 from cimage_dist.pseudo import hard_modularity
 from cimage_dist.pseudo.kmeans import kmeans

@@ -21,7 +21,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.eval.controls import FIXED_HOPS
 from cimage_dist.io import artifacts, mirror
 from cimage_dist.io.artifacts import RunDir, read_metrics
-from cimage_dist.io.rows import open_rows
+from cimage_dist.io.checkpoint import open_rows
 from cimage_dist.nn.projection import placed
 from cimage_dist.nn.routing import normalize_factors
 from cimage_dist.pipeline import stages
@@ -32,8 +32,14 @@ from cimage_dist.reporting import insight
 from cimage_dist.reporting.charts import Chart, bars, table
 from cimage_dist.reporting.page import section, write_page
 from cimage_dist.reporting.terminal import footnotes, score_table, winners
-from cimage_dist.reporting.training import cost_charts, loss_charts, of_kind, partition_charts
-from cimage_dist.reporting.words import GLOSSARY, introduction
+from cimage_dist.reporting.training import (
+    GLOSSARY,
+    cost_charts,
+    introduction,
+    loss_charts,
+    of_kind,
+    partition_charts,
+)
 from cimage_dist.train.progress import duration
 from cimage_dist.train.refresh import FullEmbedder, SampledEmbedder
 

@@ -20,11 +20,11 @@ from cimage_dist.config_loading import (
     to_yaml,
 )
 from cimage_dist.errors import UserError
-from cimage_dist.eval.statistics import value_at
-from cimage_dist.io import artifacts, environment
+from cimage_dist.eval.controls import value_at
+from cimage_dist.io import artifacts, storage
 from cimage_dist.io.artifacts import RunDir, read_metrics
 from cimage_dist.io.mirror import open_run
-from cimage_dist.reporting import words
+from cimage_dist.reporting import training
 
 
 def show_keys(is_printed: bool) -> list[dict[str, Any]]:
@@ -63,8 +63,8 @@ def show_keys(is_printed: bool) -> list[dict[str, Any]]:
 
 def _yaml(value: Any) -> str:
     """A value as it is written in a setting."""
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    training = {None: "null", True: "true", False: "false"}
+    return training[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def show_config(cfg: Config, is_printed: bool) -> dict[str, Any]:
 
 def doctor(is_printed: bool) -> dict[str, Any]:
     """Versions, devices, optional packages, and the data root."""
-    facts = environment.describe()
-    optional = environment.optional_packages()
+    facts = storage.describe()
+    optional = storage.optional_packages()
     root = os.environ.get("CIMAGE_DATA_ROOT")
     facts |= {"optional": optional, "data_root": root}
     facts["data_root_exists"] = bool(root and Path(root).is_dir())
@@ -156,8 +156,8 @@ def score_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 ],
             ]
         )
-    if words.is_label_free(result):
-        for path, score in words.SCORES.items():
+    if training.is_label_free(result):
+        for path, score in training.SCORES.items():
             found = [value_at(scores, path) for scores in methods.values()]
             if any(value is not None for value in found):
                 shown = ["-" if value is None else f"{value:.{score.digits}f}" for value in found]
@@ -221,7 +221,7 @@ def _choice_notes(result: dict[str, Any]) -> list[str]:
 
 
 def footnotes(result: dict[str, Any]) -> list[str]:
-    notes = words.meanings(result) if words.is_label_free(result) else []
+    notes = training.meanings(result) if training.is_label_free(result) else []
     notes += [
         f"graph {result.get('graph', '?')}, seed {result.get('seed', '?')}, "
         f"{result.get('edges', '')}"
@@ -259,8 +259,8 @@ def footnotes(result: dict[str, Any]) -> list[str]:
     ]
     if clusters := result.get("clusters"):
         notes.append(f"clusters: {clusters['value']}, by {clusters['by']}")
-    if words.is_label_free(result):
-        notes += [f"next: {text}" for text in words.next_steps(result)]
+    if training.is_label_free(result):
+        notes += [f"next: {text}" for text in training.next_steps(result)]
     return notes
 
 
@@ -271,7 +271,7 @@ def print_scores(result: dict[str, Any]) -> None:
     from rich.text import Text
 
     columns, rows = score_table(result)
-    is_free = words.is_label_free(result)
+    is_free = training.is_label_free(result)
     title = "scores without labels (below: what they mean)" if is_free else "scores in percent"
     console = Console()
     is_narrow = console.width < _WIDE and any("±" in cell for row in rows for cell in row)

@@ -28,8 +28,8 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from cimage_dist import keyed
-from cimage_dist.sampling.compiled import jit, lower_bound
 from cimage_dist.sampling.hidden import HiddenEdges
+from cimage_dist.sampling.local_ids import jit, lower_bound
 from cimage_dist.sampling.seeds import IntArray
 
 MAX_FANOUT = 1 << 18

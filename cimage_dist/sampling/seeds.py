@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
-from cimage_dist.sampling.compiled import jit, lower_bound
+from cimage_dist.sampling.local_ids import jit, lower_bound
 
 for _function in (keyed.shift_right, keyed.mix, keyed.word):
     register_jitable(_function)

@@ -27,13 +27,13 @@ from torch import Tensor
 from cimage_dist import keyed
 from cimage_dist.comm import Comm
 from cimage_dist.config import CIConfig, ClusterConfig, Config, EvalConfig, TrainConfig, fingerprint
-from cimage_dist.config.data import TEST_RATIO, VAL_RATIO
+from cimage_dist.config.model import TEST_RATIO, VAL_RATIO
 from cimage_dist.config.training import EPOCHS
 from cimage_dist.data.splits import settled
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
-from cimage_dist.io.environment import peak_gb
+from cimage_dist.io.storage import peak_gb
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.projection import compact
 from cimage_dist.pseudo import propagated
@@ -233,25 +233,6 @@ def number_of_clusters(
     return estimate_clusters(
         x, topology, propagated.settings_for(graph.num_nodes), cfg.run.seed, comm, tick
     )
-
-
-def describe_clusters(cfg: Config, graph: Graph, labels: Tensor) -> dict[str, Any]:
-    """The number of clusters and who chose it, for the log and the run's summary."""
-    count, method = 1 + int(labels.max()), method_for(cfg.cluster.init, graph.num_nodes)
-    if cfg.cluster.init == "file":
-        by, how = "cluster.labels_path", "read from a file"
-    elif cfg.cluster.num_clusters:
-        by = how = "cluster.num_clusters"
-    elif graph.num_classes >= 2 and cfg.cluster.num_clusters is None:
-        by = how = "the number of classes"
-    else:
-        by, how = "features and edges", "estimated from features and edges"
-    return {
-        "clusters": count,
-        "by": by,
-        "method": method,
-        "described": f"{count} ({how}), {method}",
-    }
 
 
 def labels_by_kmeans(

@@ -19,10 +19,10 @@ from cimage_dist.config import Config, describe_encoder
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import Interrupted, UserError
-from cimage_dist.io.environment import keep_freed_memory
+from cimage_dist.io.storage import keep_freed_memory
 from cimage_dist.nn.encoder import Encoder
 from cimage_dist.nn.model import CimageModel
-from cimage_dist.train.initial import NO_LABELS, LabelSet, describe_clusters, initial_labels
+from cimage_dist.train.initial import NO_LABELS, LabelSet, initial_labels, method_for
 from cimage_dist.train.progress import Meter, Pace
 from cimage_dist.train.refresh import Embedder, Refresher, random_scores
 from cimage_dist.train.sink import Sink
@@ -36,6 +36,25 @@ Validator = Callable[[CimageModel], dict[str, float]]
 
 _LABELS = "pseudo-labels"
 SHOWN = ("loss", "structure", "factor", "cluster", "redundancy")
+
+
+def describe_clusters(cfg: Config, graph: Graph, labels: Tensor) -> dict[str, Any]:
+    """The number of clusters and who chose it, for the log and the run's summary."""
+    count, method = 1 + int(labels.max()), method_for(cfg.cluster.init, graph.num_nodes)
+    if cfg.cluster.init == "file":
+        by, how = "cluster.labels_path", "read from a file"
+    elif cfg.cluster.num_clusters:
+        by = how = "cluster.num_clusters"
+    elif graph.num_classes >= 2 and cfg.cluster.num_clusters is None:
+        by = how = "the number of classes"
+    else:
+        by, how = "features and edges", "estimated from features and edges"
+    return {
+        "clusters": count,
+        "by": by,
+        "method": method,
+        "described": f"{count} ({how}), {method}",
+    }
 
 
 def _edge_only(

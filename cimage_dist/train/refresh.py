@@ -20,8 +20,7 @@ from cimage_dist.ci.diagnostics import describe_partition, overlap
 from cimage_dist.ci.hsic import HsicStats, averaged, block_statistics, conditional_statistics
 from cimage_dist.ci.partition import choose_partition, refusal
 from cimage_dist.ci.pseudolabels import grow_confident, select_confident
-from cimage_dist.ci.smallest import even_sample, num_groups
-from cimage_dist.comm import Comm
+from cimage_dist.comm import Comm, even_sample, num_groups
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError

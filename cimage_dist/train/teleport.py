@@ -24,7 +24,7 @@ from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.store import Graph
-from cimage_dist.io.environment import return_freed_memory
+from cimage_dist.io.storage import return_freed_memory
 from cimage_dist.nn.encoder import principal_directions
 from cimage_dist.nn.inference import range_edges
 from cimage_dist.nn.propagate import propagate

@@ -20,9 +20,8 @@ from cimage_dist.data.sparse import rows_at
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint
-from cimage_dist.io.environment import return_freed_memory
-from cimage_dist.nn.model import build_model, needs_moments, norm_kind
-from cimage_dist.nn.optim import Adam
+from cimage_dist.io.storage import return_freed_memory
+from cimage_dist.nn.model import Adam, build_model, needs_moments, norm_kind
 from cimage_dist.nn.projection import BatchNorm, compact, placed, settle
 from cimage_dist.train.refresh import (
     Embedder,

@@ -24,7 +24,7 @@ from cimage_dist.data.ingest import ingest, open_graph
 from cimage_dist.data.splits import node_split, training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import make_validator
+from cimage_dist.eval.score import make_validator
 from cimage_dist.io import artifacts
 from cimage_dist.tune import (
     Point,

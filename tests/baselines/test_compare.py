@@ -15,9 +15,9 @@ import torch
 import cimage_dist
 from cimage_dist import baselines
 from cimage_dist import comparison as comparing
+from cimage_dist.__main__ import main
 from cimage_dist.baselines import Fitted, gae
 from cimage_dist.baselines.encoders import ORDERS
-from cimage_dist.cli.main import main
 from cimage_dist.comparison import compare
 from cimage_dist.comparison.cell import Cell, in_this_process, method_graph
 from cimage_dist.comparison.summary import as_text, summarise

@@ -26,7 +26,7 @@ import numpy as np, torch
 from cimage_dist import keyed
 from cimage_dist.ci import smallest
 from cimage_dist.ci.pseudolabels import select_confident
-from cimage_dist.ci.smallest import even_sample
+from cimage_dist.comm import even_sample
 from cimage_dist.sampling.loader import BatchSource
 from cimage_dist.train.initial import read_labels
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cimage_dist.ci import smallest
+from cimage_dist import comm
 from cimage_dist.ci.pseudolabels import (
     class_quota,
     grow_confident,
@@ -40,7 +40,7 @@ def test_confident_equals_a_full_sort(
     fraction: float, minimum: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether rows are read in parts or at once."""
-    monkeypatch.setattr(smallest, "_PART_ROWS", rows)
+    monkeypatch.setattr(comm, "_PART_ROWS", rows)
     _, labels, confidence, gids = clusters()
     mask = select_confident(labels, confidence, gids, fraction=fraction, min_per_cluster=minimum)
     assert np.array_equal(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cimage_dist.cli.main import main
+from cimage_dist.__main__ import main
 from tests.conftest import small_sbm_settings
 
 TRAINING = [

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cimage_dist import __version__
+from cimage_dist.__main__ import main, parse
 from cimage_dist.cli import runs
 from cimage_dist.cli.common import command_of, split_settings
-from cimage_dist.cli.main import main, parse
 from cimage_dist.config_loading import known_keys
 from tests.cli.conftest import Cli, as_json, command, environment, ok, process
 
@@ -108,7 +108,7 @@ def test_doctor(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         and "no/such/folder (does not exist)" in out
         and f"torch {torch.__version__}" in out
     )
-    from cimage_dist.io import environment as module
+    from cimage_dist.io import storage as module
 
     monkeypatch.setattr(module, "PACKAGES", (*module.PACKAGES, "no-such-package"))
     assert as_json(cli, "doctor")["healthy"] is False

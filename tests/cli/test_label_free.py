@@ -16,7 +16,7 @@ from cimage_dist import Graph, Pretrainer, evaluate, load_config
 from cimage_dist.config import Config
 from cimage_dist.data.splits import settled, training_graph
 from cimage_dist.eval.controls import choose
-from cimage_dist.reporting.words import SCORES, auc_error, next_steps
+from cimage_dist.reporting.training import SCORES, auc_error, next_steps
 from tests.cli.conftest import TRAINING, Cli
 
 SMALL = [*TRAINING, "eval.kmeans_restarts=1"]

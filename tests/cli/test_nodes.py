@@ -198,7 +198,7 @@ def test_a_path_alone_names_the_graph(cli: Cli, tmp_path: Path) -> None:
 def test_a_typo_is_answered_without_loading_torch(argv: list[str]) -> None:
     """What takes seconds is the import of torch, ray, pandas and the like."""
     code = (
-        "import sys; from cimage_dist.cli.main import main; main(sys.argv[1:]); "
+        "import sys; from cimage_dist.__main__ import main; main(sys.argv[1:]); "
         "print([m for m in ('torch', 'ray', 'pandas', 'sklearn', 'numba') if m in sys.modules])"
     )
     found = subprocess.run(

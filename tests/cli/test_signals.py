@@ -18,7 +18,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from cimage_dist.cli.main import main
+from cimage_dist.__main__ import main
 from cimage_dist.io import checkpoint
 from tests.cli.conftest import command, environment
 from tests.procs import PATIENCE_S

@@ -6,8 +6,7 @@ import json
 
 import numpy as np
 
-from cimage_dist.data.describe import describe, lines_of
-from cimage_dist.data.ingest import open_graph
+from cimage_dist.data.ingest import describe, lines_of, open_graph
 from tests.data.test_ids import NAMES, Write, feature_text, folder
 
 __all__ = ["folder"]

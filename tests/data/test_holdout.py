@@ -11,7 +11,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.config import DataConfig
-from cimage_dist.data import holdout, splits
+from cimage_dist.data import splits
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.types import LinkSplit
@@ -37,7 +37,7 @@ class Drawn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.draw = splits.link_split
-        monkeypatch.setattr(holdout, "_STORED_FROM", 0)
+        monkeypatch.setattr(splits, "_STORED_FROM", 0)
         monkeypatch.setattr(splits, "link_split", self)
 
     def __call__(self, *args: object) -> LinkSplit:
@@ -54,7 +54,7 @@ def test_the_same_edges_from_disk_drawn_once(data, small_sbm, monkeypatch):
         for one, other in zip(tensors(found), tensors(plain), strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
     assert drawn.count == 1
-    file = holdout.folder_of(small_sbm, data, 3) / "indices.npy"
+    file = splits.folder_of(small_sbm, data, 3) / "indices.npy"
     assert str(file) in Path("/proc/self/maps").read_text(), "not mapped but read"
 
 
@@ -71,7 +71,7 @@ def test_other_settings_are_other_edges(data, small_sbm, monkeypatch):
 def test_damaged_files_are_made_again(how, data, small_sbm, monkeypatch):
     drawn = Drawn(monkeypatch)
     first = splits.training_graph(small_sbm, data, 3)[1]
-    folder = holdout.folder_of(small_sbm, data, 3)
+    folder = splits.folder_of(small_sbm, data, 3)
     file = folder / ("manifest.json" if how == "manifest" else "indices.npy")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1

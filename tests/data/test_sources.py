@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cimage_dist.config import DataConfig, SbmConfig
-from cimage_dist.data.ingest import open_graph
-from cimage_dist.data.sources import SOURCES, generated
+from cimage_dist.data.ingest import SOURCES, open_graph
+from cimage_dist.data.sources import generated
 from cimage_dist.data.store import Graph
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from cimage_dist.config import Config, DataConfig, fingerprint
-from cimage_dist.data import staging
+from cimage_dist.data import memory
 from cimage_dist.data.ingest import ingest, open_graph
-from cimage_dist.data.staging import stage
+from cimage_dist.data.memory import stage
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 
@@ -62,8 +62,8 @@ def test_from_a_url(store, cache, in_memory):
 
 def copy_and_die(source: str, cache: Path, block: int, after: int) -> None:
     """Copy in blocks, and be killed at one of them."""
-    staging._BLOCK = block
-    real, seen = staging._blocks, 0
+    memory._BLOCK = block
+    real, seen = memory._blocks, 0
 
     def blocks(*args: Any) -> Any:
         nonlocal seen
@@ -73,7 +73,7 @@ def copy_and_die(source: str, cache: Path, block: int, after: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield data
 
-    staging._blocks = blocks
+    memory._blocks = blocks
     stage(source, cache)
 
 
@@ -91,14 +91,14 @@ def test_a_copy_that_was_killed_goes_on(store, cache, monkeypatch):
     there = {path.name: path.stat().st_size for path in partial.iterdir()}
     assert sum(there.values()) >= 9000 and not (partial / "manifest.json").exists()
     read = dict[str, int]()
-    real = staging._blocks
+    real = memory._blocks
 
     def counting(storage: Any, place: str, begin: int, shown: str) -> Any:
         for block in real(storage, place, begin, shown):
             read[Path(place).name] = read.get(Path(place).name, 0) + len(block)
             yield block
 
-    monkeypatch.setattr(staging, "_blocks", counting)
+    monkeypatch.setattr(memory, "_blocks", counting)
     notes = list[str]()
     copy = stage(str(store), cache, notes.append)
     assert content(copy) == content(store) and not partial.exists() and "are there" in notes[0]
@@ -123,7 +123,7 @@ def test_a_beginning_of_something_else_is_not_built_upon(store, cache):
 def test_two_processes_copy_once(store, cache):
     lock = cache / f".lock-{Graph.open(store).fingerprint}"
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        with staging.artifacts.locked(lock):  # both meet at it
+        with memory.artifacts.locked(lock):  # both meet at it
             results = [pool.apply_async(stage_and_tell, (str(store), cache)) for _ in range(2)]
         notes = [result.get(60) for result in results]
     assert sum("copying graph store" in text for found in notes for text in found) == 1
@@ -160,7 +160,7 @@ def test_another_build_with_other_moments_replaces_the_copy(store, cache):
     mean = np.load(store / "feature_mean.npy")
     np.save(store / "feature_mean.npy", np.nextafter(mean, 9))
     manifest = json.loads((store / "manifest.json").read_text())
-    manifest["files"] |= staging.artifacts.describe_files(store, ["feature_mean.npy"])
+    manifest["files"] |= memory.artifacts.describe_files(store, ["feature_mean.npy"])
     (store / "manifest.json").write_text(json.dumps(manifest))
     assert stage(str(store), cache) == copy and content(copy) == content(store)
 
@@ -203,10 +203,10 @@ def test_a_manifest_cannot_name_files_outside(store, cache):
 
 def test_a_full_disk_is_told_and_what_is_copied_stays(store, cache, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(staging.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+        patch.setattr(memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
         with pytest.raises(UserError, match=r"GB more below .* data\.stage_dir"):
             stage(str(store), cache)
-    real = staging._blocks
+    real = memory._blocks
 
     def full(storage: Any, place: str, begin: int, shown: str) -> Any:
         if place.endswith("x.npy"):
@@ -214,7 +214,7 @@ def test_a_full_disk_is_told_and_what_is_copied_stays(store, cache, monkeypatch)
         return real(storage, place, begin, shown)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "_blocks", full)
+        patch.setattr(memory, "_blocks", full)
         with pytest.raises(UserError, match=r"No space left on device .* what is copied is kept"):
             stage(str(store), cache)
     (partial,) = cache.glob(".tmp-*")

@@ -10,8 +10,7 @@ from cimage_dist.distributed import driver
 from cimage_dist.distributed.driver import Follower
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
-from cimage_dist.pipeline.length import announce
-from cimage_dist.train.progress import Progress
+from cimage_dist.train.progress import Progress, announce
 
 SMALL = ["data.name=sbm", "data.sbm.num_nodes=80", "data.sbm.num_blocks=2", "train.epochs=2"]
 

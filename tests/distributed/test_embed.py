@@ -20,7 +20,7 @@ import pytest
 
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config
-from cimage_dist.io.rows import load_rows
+from cimage_dist.io.checkpoint import load_rows
 from cimage_dist.pipeline import stages
 from cimage_dist.train.progress import Progress
 

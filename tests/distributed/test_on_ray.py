@@ -22,7 +22,7 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
-from cimage_dist.io.rows import load_rows
+from cimage_dist.io.checkpoint import load_rows
 from cimage_dist.pipeline import stages
 from cimage_dist.train.sink import LocalSink
 from tests.distributed.conftest import (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cimage_dist.io import mirror
-from cimage_dist.io.rows import load_rows
+from cimage_dist.io.checkpoint import load_rows
 from tests.distributed.conftest import (
     CHECKPOINT_EVERY,
     SETTINGS,

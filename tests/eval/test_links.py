@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import dot_score, link_scores, pick_score, row_scores
+from cimage_dist.eval.score import dot_score, link_scores, pick_score, row_scores
 from cimage_dist.types import LinkSplit, Topology
 
 

@@ -15,7 +15,7 @@ from cimage_dist.errors import UserError
 from cimage_dist.eval import probe
 from cimage_dist.eval.logistic import STRENGTHS, logistic_path, unit_rows
 from cimage_dist.eval.probe import linear_probe, make_pool, pool_score
-from cimage_dist.nn.optim import Adam
+from cimage_dist.nn.model import Adam
 from cimage_dist.types import NodeSplit
 
 NUM_NODES, DIM, NUM_CLASSES = 600, 16, 4

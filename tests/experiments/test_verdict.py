@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.stats import t, ttest_1samp
 
-from cimage_dist.eval.statistics import (
+from cimage_dist.eval.controls import (
     MARGIN,
     Comparison,
     Paired,

@@ -20,7 +20,7 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
 from cimage_dist.io import checkpoint, mirror, storage
 from cimage_dist.io.artifacts import RunDir
-from cimage_dist.io.rows import load_rows
+from cimage_dist.io.checkpoint import load_rows
 from cimage_dist.pipeline import stages
 from cimage_dist.train.progress import Progress
 
@@ -228,7 +228,7 @@ def test_killed_on_one_machine_and_resumed_on_another_ends_bit_equal(url, tmp_pa
         "    log(self, kind, step, metrics)\n"
         "    if kind == 'train' and step == 10: os.kill(os.getpid(), 9)\n"
         "LocalSink.log = killed\n"
-        "from cimage_dist.cli.main import main\n"
+        "from cimage_dist.__main__ import main\n"
         "main(sys.argv[1:])\n"
     )
     cfg = config(url, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cimage_dist.cli.main import main as cimage
+from cimage_dist.__main__ import main as cimage
 from cimage_dist.deploy import main
 
 

@@ -9,9 +9,9 @@ import tomllib
 
 import pytest
 
+from cimage_dist.__main__ import main
+from cimage_dist.__main__ import parse as parse_line
 from cimage_dist.cli.common import config_for, split_settings
-from cimage_dist.cli.main import main
-from cimage_dist.cli.main import parse as parse_line
 from cimage_dist.deploy import (
     Request,
     cluster_spec,

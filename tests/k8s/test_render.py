@@ -7,8 +7,8 @@ import json
 import pytest
 
 from cimage_dist import deploy as manifests
+from cimage_dist.__main__ import main
 from cimage_dist.cli import remote as k8s
-from cimage_dist.cli.main import main
 from cimage_dist.deploy import containers, of_kind, templates
 from tests.k8s.checkers import ROOT, needs_kubectl
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cimage_dist.__main__ import FAMILIES, main, parse
 from cimage_dist.cli import remote as verbs
 from cimage_dist.cli.common import config_of
-from cimage_dist.cli.main import FAMILIES, main, parse
 from cimage_dist.config import run_dir
 from cimage_dist.config_loading import load_config
 from cimage_dist.distributed import jobs
@@ -25,7 +25,7 @@ def test_what_is_uploaded(tmp_path):
     from ray._private.runtime_env.packaging import create_package
 
     kept = [
-        "cimage_dist/cli/main.py",
+        "cimage_dist/__main__.py",
         "configs/demo.yaml",
         "configs/data/mine.yaml",
         "launch/bin/cimage",
@@ -70,7 +70,7 @@ def test_the_repository_is_a_small_upload(tmp_path):
     with zipfile.ZipFile(tmp_path / "out.zip") as packed:
         names = packed.namelist()
     assert (tmp_path / "out.zip").stat().st_size < 5_000_000
-    assert {"cimage_dist/cli/main.py", "configs/demo.yaml", "launch/bin/cimage"} <= set(names)
+    assert {"cimage_dist/__main__.py", "configs/demo.yaml", "launch/bin/cimage"} <= set(names)
     assert not [name for name in names if name.startswith(("data/", "runs/", "tests/", ".git/"))]
 
 

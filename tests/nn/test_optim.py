@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from cimage_dist.nn.optim import Adam
+from cimage_dist.nn.model import Adam
 
 
 def trained(kind: type[torch.optim.Adam], fused: bool) -> torch.Tensor:

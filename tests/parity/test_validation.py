@@ -15,8 +15,8 @@ from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.eval.links import make_validator
 from cimage_dist.eval.logistic import is_divided, logistic_path
+from cimage_dist.eval.score import make_validator
 from cimage_dist.pipeline.stages import untrained_model
 from tests.procs import run_ranks
 from tests.settings import ROUTING, small_sbm_config

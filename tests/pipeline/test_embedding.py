@@ -23,7 +23,7 @@ from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import RunDir
-from cimage_dist.io.rows import load_rows, open_rows
+from cimage_dist.io.checkpoint import load_rows, open_rows
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.model import CimageModel
 from cimage_dist.pipeline import embedding, stages

@@ -14,7 +14,7 @@ from cimage_dist.config_loading import load_config
 from cimage_dist.data.ingest import open_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
-from cimage_dist.io.rows import load_rows
+from cimage_dist.io.checkpoint import load_rows
 from cimage_dist.pipeline import stages
 from cimage_dist.reporting.insight import Shown, map_chart
 from cimage_dist.train.progress import Progress

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from scipy.sparse import random as random_matrix
 from scipy.sparse import save_npz
 
-from cimage_dist.cli.main import main
+from cimage_dist.__main__ import main
 from cimage_dist.comm import Comm
 from cimage_dist.config import Config
 from cimage_dist.config_loading import load_config

@@ -288,7 +288,7 @@ def test_a_node_is_found_by_its_id(page, browser):
 def test_neighbours_are_those_of_the_embedding(page, finished_run):
     import numpy as np
 
-    from cimage_dist.io.rows import load_rows
+    from cimage_dist.io.checkpoint import load_rows
 
     chart = next(c for c in page[1] if c["kind"] == "scatter")
     z = load_rows(finished_run / "embeddings")

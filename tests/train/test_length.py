@@ -15,10 +15,9 @@ from cimage_dist.errors import Interrupted, UserError
 from cimage_dist.io import checkpoint
 from cimage_dist.io.artifacts import RunDir
 from cimage_dist.pipeline import stages
-from cimage_dist.pipeline.length import describe_length
 from cimage_dist.planning import make_plan
 from cimage_dist.train.loop import worker
-from cimage_dist.train.progress import Pace, Progress
+from cimage_dist.train.progress import Pace, Progress, describe_length
 from cimage_dist.train.sink import LocalSink, MemorySink
 from cimage_dist.train.trainer import Trainer
 from tests.settings import small_sbm_config
