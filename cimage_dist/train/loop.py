@@ -8,7 +8,7 @@ import dataclasses
 import math
 import signal
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
