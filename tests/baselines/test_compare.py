@@ -81,6 +81,8 @@ def test_settings_are_layered():
     assert baselines.settings_of("bandana", "cora", "node")["hidden"] == 256
     assert baselines.settings_of("bandana", "cora", "link")["hidden"] == 128
     assert baselines.settings_of("bandana", "citeseer", "link")["layers"] == 1
+    assert baselines.settings_of("gae", "cora", "node")["width"] == 128
+    assert baselines.settings_of("gae", "cora", "link")["width"] == 16
     changed = baselines.settings_of("bandana", "cora", "link", {"hidden": 8, "lr": "1e-3"})
     assert changed["hidden"] == 8 and changed["lr"] == 1e-3 and changed["layers"] == 2
 
