@@ -36,7 +36,7 @@ Result = dict[str, Any]
 @dataclass(frozen=True)
 class Field:
     """`settings`: {dataset: {method: {key: value}}} that differ from the authors', named in the
-    table; `left_out`: {dataset: {method: why}}.
+    table; `left_out`: {dataset: {method: why}}, whose cells have a letter for the reason.
     """
 
     name: str
@@ -59,6 +59,11 @@ class Field:
             for name in METHODS
             if name not in self.left_out.get(dataset, {}) and not (is_link and name == SUPERVISED)
         ]
+
+    def reasons(self) -> list[str]:
+        """Why cells are left out, each reason once; the first is (a) in the table."""
+        parts = self.left_out.values()
+        return list(dict.fromkeys(why for methods in parts for why in methods.values()))
 
 
 def load_fields(folder: Path = FIELDS) -> list[Field]:
@@ -122,7 +127,7 @@ def render_field(table: Field, results: Path) -> list[str]:
     lines += ["", f"| | {' | '.join(heads)} | rank |", "|---|" + "---|---|" * len(begun) + "---|"]
     rows = sorted(METHODS, key=lambda name: ranks.get(name, len(METHODS)))
     for name in [*rows, *CONTROLS]:
-        if not any(name in found[dataset] for dataset in begun):
+        if not any(name in found[d] or name in table.left_out.get(d, {}) for d in begun):
             continue
         label = METHODS[name].label if name in METHODS else CONTROLS[name]
         shown = f"**{label}**" if name == OWN else label
@@ -151,8 +156,14 @@ def _score_cell(table: Field, found: Mapping[str, Any], name: str, dataset: str)
     if known:
         text = f"{np.mean(known):.2f} ± {np.std(known):.2f} ({len(known)})"
         text += CHANGED if name in table.settings.get(dataset, {}) else ""
+    elif name in table.left_out.get(dataset, {}):
+        text = _letter(table.reasons().index(table.left_out[dataset][name]))
     pub = table.published.get(name, {}).get(dataset)
     return f"{text} | {'' if pub is None else f'{pub:.2f}'}"
+
+
+def _letter(at: int) -> str:
+    return f"({'abcdefghijklmnopqrstuvwxyz'[at]})"
 
 
 def _means(table: Field, found: Mapping[str, Sequence[Result]]) -> dict[str, float]:
@@ -283,11 +294,7 @@ def _remarks(table: Field) -> list[str]:
     if said:
         why = f"{CHANGED}: not its authors' settings; with those it may score and rank higher."
         said.insert(0, why)
-    return said + [
-        f"{METHODS[name].label} on {dataset} was not run: {why}."
-        for dataset, methods in table.left_out.items()
-        for name, why in methods.items()
-    ]
+    return said + [f"{_letter(at)}: not run, {why}." for at, why in enumerate(table.reasons())]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -138,7 +138,9 @@ def prepare(
     folder = Path(os.environ.get("CIMAGE_STORAGE", "")) / (out or _folder(cfg))
     runs = Path(runs or folder / "runs")
     cells = _cells(cfg, graphs, names, seeds, runs, settings or {}, has_labels)
-    return Prepared(cells, names, _facts(cfg, graphs, cells[0].num_clusters), folder)
+    facts = _facts(cfg, graphs, cells[0].num_clusters)
+    facts["changed"] = {method: dict(part) for method, part in (settings or {}).items()}
+    return Prepared(cells, names, facts, folder)
 
 
 def _check_names(methods: Sequence[str], settings: Settings) -> None:

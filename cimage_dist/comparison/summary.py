@@ -246,6 +246,9 @@ def how_to_read(summary: Mapping[str, Any]) -> Iterator[str]:
         )
     if not summary["has_labels"]:
         yield f"Modularity is of {summary['clusters']} clusters by k-means on each embedding."
+    if changed := summary["changed"]:
+        given = [f"{m}.{key}={value}" for m, part in changed.items() for key, value in part.items()]
+        yield f"Not the settings that are shipped: {', '.join(given)}."
     yield "Seconds and peak memory are of training alone, each cell in a process of its own."
 
 

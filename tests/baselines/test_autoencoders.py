@@ -26,7 +26,7 @@ from tests.baselines.convolution import (
     settings_of,
 )
 
-SMALL = {"hidden": 16, "width": 8, "epochs": 60}
+SMALL = {"hidden": 16, "width": 8, "lr": 0.01, "epochs": 60}
 
 
 def encoded(model: torch.nn.Module, small: Small) -> Tensor:
@@ -124,10 +124,10 @@ def test_vgae_learns() -> None:
 
 
 def test_arga_learns() -> None:
-    changes = {**SMALL, "lr": 0.01, "discriminator_steps": 2, "discriminator": [16]}
+    changes = {**SMALL, "discriminator_steps": 2, "discriminator": [16]}
     assert_scores_links(assert_learns("arga", settings_of("arga", **changes)))
 
 
 def test_arvga_learns() -> None:
-    changes = {**SMALL, "lr": 0.01, "discriminator_steps": 2, "discriminator": [16]}
+    changes = {**SMALL, "discriminator_steps": 2, "discriminator": [16]}
     assert_scores_links(assert_learns("arvga", settings_of("arvga", **changes)))

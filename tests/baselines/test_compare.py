@@ -81,6 +81,8 @@ def test_settings_are_layered():
     assert baselines.settings_of("bandana", "cora", "node")["hidden"] == 256
     assert baselines.settings_of("bandana", "cora", "link")["hidden"] == 128
     assert baselines.settings_of("bandana", "citeseer", "link")["layers"] == 1
+    assert baselines.settings_of("gae", "cora", "node")["width"] == 128
+    assert baselines.settings_of("gae", "cora", "link")["width"] == 16
     changed = baselines.settings_of("bandana", "cora", "link", {"hidden": 8, "lr": "1e-3"})
     assert changed["hidden"] == 8 and changed["lr"] == 1e-3 and changed["layers"] == 2
 
@@ -200,7 +202,8 @@ def test_own_folder_by_the_command_line(tmp_path, capsys, in_process):
     assert summary["graph"]["name"] == "mine" and summary["seeds"] == [0, 1, 2]
     assert summary["raw_features"] is True and summary["task"] == "node"
     assert rows_of(summary)["gae"]["settings"]["epochs"] == 3
-    assert (tmp_path / "comparisons/mine/compare.html").is_file()
+    page = (tmp_path / "comparisons/mine/compare.html").read_text()
+    assert "Not the settings that are shipped: gae.epochs=3." in page
 
 
 def test_without_labels_links_and_modularity(tmp_path, capsys, in_process):
@@ -256,6 +259,7 @@ def test_ranks_and_differences():
     results.append({"method": "grace", "seed": 0, "error": "none"})
     graph = {"name": "g", "nodes": 5, "edges": 6, "features": 2, "classes": 2}
     facts = {"graph": graph, "task": "node", "has_labels": True, "clusters": None}
+    facts["changed"] = {"gae": {"epochs": 5}}
     summary = summarise(facts, [*scores, "grace"], results)
     rows = rows_of(summary)
     assert [row["name"] for row in summary["rows"]] == ["dgi", "gae", "gcn"]

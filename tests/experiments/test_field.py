@@ -52,7 +52,7 @@ def test_the_table_says_what_follows(tmp_path):
         | {
             "published": {"gae": {"a": 74.0}, "cimage": {"a": 81.9}},
             "settings": {"a": {"gae": {"epochs": 5}}},
-            "left_out": {"b": {"mvgrl": "a seed takes 40 minutes"}},
+            "left_out": {"a": {"mvgrl": "too slow", "arga": "too large", "dgi": "too slow"}},
         }
     )
     text = "\n".join(render_field(table, tmp_path))
@@ -63,7 +63,8 @@ def test_the_table_says_what_follows(tmp_path):
     assert "CIMAGE is number 1 of 2" in text and "CIMAGE minus GAE" in text and "a +9.50" in text
     assert "below the published number: GAE on a (-3.0)." in text
     assert "† on a: GAE epochs 5" in text
-    assert "MVGRL on b was not run: a seed takes 40 minutes." in text
+    assert "| MVGRL | (a) |  |  |" in text and "| DGI | (a) |" in text and "| ARGA | (b) |" in text
+    assert "- (a): not run, too slow.\n- (b): not run, too large." in text
     assert "| GAE | 2, 0.50 |" in text and "commits abc" in text
 
 
