@@ -83,7 +83,7 @@ _BLOCK_COLUMNS = 64  # smoothed at a time
 _CHUNK_EDGES = 1 << 22  # messages in memory at a time
 _CHUNK_VALUES = 1 << 24  # numbers exchanged at a time
 _MAX_VALUES = 1 << 28  # smoothed features of all nodes: 1 GB in single precision
-# Beyond so many nodes wider features are sketched: the clusters are as good, in a third of the time.
+# Beyond so many nodes wider features are sketched: clusters as good in a third of the time.
 _WHOLE_NODES, _SKETCH = 10_000, 2048
 
 

@@ -7,8 +7,9 @@ The seed schedule: which undirected edges, and which negatives, make up the glob
 Undirected edge t in [0, m) is the t-th entry of the strict upper triangle, counted row by row.
 Because columns ascend inside a row, those entries are the tail of the row. `UpperEntries` keeps how
 many come before every sixteenth row and counts on from there, so that half a byte a node turns t
-into a row and into a column, by its distance from the row's end. Permuting t rather than the 2m directed entries gives every undirected
-edge once an epoch in batches of constant size, without a filter.
+into a row and into a column, by its distance from the row's end. Permuting t rather than the 2m
+directed entries gives every undirected edge once an epoch in batches of constant size, without a
+filter.
 """
 
 from __future__ import annotations
@@ -159,7 +160,9 @@ def _count_upper(indptr, indices, rows_apart):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _find_upper(indptr, indices, before, rows_apart, ids, row, column):  # type: ignore[no-untyped-def]
+def _find_upper(  # type: ignore[no-untyped-def]
+    indptr, indices, before, rows_apart, ids, row, column
+):
     for i in range(len(ids)):
         group = np.searchsorted(before, ids[i], side="right") - 1
         left, at = ids[i] - before[group], group * rows_apart
