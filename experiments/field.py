@@ -22,8 +22,9 @@ from cimage_dist.comparison.cell import Cell, in_own_process
 from cimage_dist.comparison.summary import controls_of
 from cimage_dist.config_loading import load_config
 from cimage_dist.errors import UserError
-from cimage_dist.eval.controls import CONTROLS, Comparison, Paired, paired, stands_out, value_at
+from cimage_dist.eval.controls import CONTROLS, Comparison, Paired, paired, stands_out
 from cimage_dist.io import artifacts
+from cimage_dist.io.artifacts import value_at
 from cimage_dist.train.progress import Progress
 from experiments.cell import code_commit
 

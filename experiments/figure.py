@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cimage_dist.eval.controls import value_at
+from cimage_dist.io.artifacts import value_at
 from cimage_dist.reporting.page import COLOURS, config
 from experiments.render import results_of
 from experiments.spec import Table

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cimage_dist.eval.controls import CONTROLS, value_at
+from cimage_dist.eval.controls import CONTROLS
+from cimage_dist.io.artifacts import value_at
 from cimage_dist.reporting.charts import Chart, dots, lines
 from cimage_dist.reporting.page import section, write_page
 from experiments.low_labels import RATIOS

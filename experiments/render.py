@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cimage_dist.eval.controls import CONTROLS, paired, value_at
+from cimage_dist.eval.controls import CONTROLS, paired
+from cimage_dist.io.artifacts import value_at
 from experiments.cell import read_result
 from experiments.low_labels import RATIOS
 from experiments.spec import RULER, Cell, Table

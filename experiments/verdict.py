@@ -20,8 +20,8 @@ from cimage_dist.eval.controls import (
     of_differences,
     paired,
     stands_out,
-    value_at,
 )
+from cimage_dist.io.artifacts import value_at
 from experiments.low_labels import RATIOS
 from experiments.render import published_at, results_of
 from experiments.spec import Table

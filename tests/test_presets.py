@@ -97,7 +97,13 @@ def test_every_setting_is_stated_with_its_source(path):
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_other_configs_name_the_dataset_and_leave_the_rest_to_the_recipe(path):
-    for_links = {"model.teleport", "loss.factor_weight", "optim.lr_max", "train.epochs"}
+    for_links = {
+        "model.edge_factors",
+        "model.teleport",
+        "loss.factor_weight",
+        "optim.lr_max",
+        "train.epochs",
+    }
     more = for_links if path.parent.name == "link" else set()
     assert stated(path) - more <= {"data.name", "data.path", "data.holdout_edges"}
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cimage_dist.baselines import METHODS, OWN, SUPERVISED
-from cimage_dist.eval.controls import CONTROLS, Comparison, paired, stands_out, value_at
+from cimage_dist.eval.controls import CONTROLS, Comparison, paired, stands_out
+from cimage_dist.io.artifacts import value_at
 from cimage_dist.reporting.charts import dots, table
 from cimage_dist.reporting.page import section, write_page
 

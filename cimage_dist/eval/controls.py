@@ -19,6 +19,7 @@ from torch import Tensor
 from cimage_dist.eval.logistic import unit_rows
 from cimage_dist.eval.probe import Pool, make_pool, score_rows
 from cimage_dist.eval.score import pick_score, row_scores
+from cimage_dist.io.artifacts import value_at
 from cimage_dist.types import Features, LinkSplit, NodeSplit, Topology
 
 HOPS = (1, 2, 3, 4, 6, 8)
@@ -200,14 +201,6 @@ def principal_components(x: Tensor, width: int) -> Tensor:
 
     left, values, _ = randomized_svd(rows.numpy(), width, n_iter=2, random_state=0)
     return torch.from_numpy(left * values)
-
-
-def value_at(result: dict[str, Any], path: str) -> float | None:
-    """`node.test` of a result, None where it is absent."""
-    found: Any = result
-    for part in path.split("."):
-        found = (found or {}).get(part)
-    return found
 
 
 @dataclass(frozen=True)

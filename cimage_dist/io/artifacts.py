@@ -326,3 +326,11 @@ class RunDir:
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.root)!r})"
+
+
+def value_at(result: dict[str, Any], path: str) -> float | None:
+    """`node.test` of a result, None where it is absent."""
+    found: Any = result
+    for part in path.split("."):
+        found = (found or {}).get(part)
+    return found

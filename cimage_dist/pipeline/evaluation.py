@@ -23,7 +23,6 @@ from cimage_dist.eval.controls import (
     pagerank_features,
     principal_components,
     smooth_features,
-    value_at,
 )
 from cimage_dist.eval.probe import linear_probe
 from cimage_dist.eval.score import (
@@ -35,7 +34,7 @@ from cimage_dist.eval.score import (
     score_embedding,
 )
 from cimage_dist.io import artifacts, mirror
-from cimage_dist.io.artifacts import RunDir
+from cimage_dist.io.artifacts import RunDir, value_at
 from cimage_dist.io.mirror import open_run
 from cimage_dist.nn.inference import embed_graph
 from cimage_dist.nn.projection import settle

@@ -20,9 +20,8 @@ from cimage_dist.config_loading import (
     to_yaml,
 )
 from cimage_dist.errors import UserError
-from cimage_dist.eval.controls import value_at
 from cimage_dist.io import artifacts, storage
-from cimage_dist.io.artifacts import RunDir, read_metrics
+from cimage_dist.io.artifacts import RunDir, read_metrics, value_at
 from cimage_dist.io.mirror import open_run
 from cimage_dist.reporting import training
 

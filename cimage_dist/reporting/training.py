@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cimage_dist.eval.controls import value_at
+from cimage_dist.io.artifacts import value_at
 from cimage_dist.reporting.charts import Chart, Point, heat, lines, thinned
 
 Records = Sequence[dict[str, Any]]

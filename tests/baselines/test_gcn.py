@@ -110,7 +110,7 @@ def test_a_module_per_method(method: str) -> None:
 def test_no_other_module_than_the_methods_and_what_they_share() -> None:
     folder = resources.files("cimage_dist.baselines")
     found = {Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".py")}
-    shared = {"__init__", "encoders", "sparse", "attention"}
+    shared = {"__init__", "encoders", "sparse"}
     assert found == {*baselines.METHODS, *shared} - {baselines.OWN}
 
 

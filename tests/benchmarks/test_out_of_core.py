@@ -23,8 +23,7 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 import numpy as np, torch
-from cimage_dist import keyed
-from cimage_dist.ci import smallest
+from cimage_dist import comm, keyed
 from cimage_dist.ci.pseudolabels import select_confident
 from cimage_dist.comm import even_sample
 from cimage_dist.sampling.loader import BatchSource
@@ -45,7 +44,7 @@ def work(indptr, indices, x, found):
     assert np.count_nonzero(base) >= 0.15 * nodes and np.count_nonzero(kept) == 100
     assert len(keyed.highest(key, nodes, 10)) == 10
     assert abs(len(keyed.below(key, 1e-4, 0, nodes)) - 1e-4 * nodes) < 6 * (1e-4 * nodes) ** 0.5 + 1
-smallest._PART_ROWS = keyed._PART = 1 << 16
+comm._PART_ROWS = keyed._PART = 1 << 16
 given = part("indptr.npy"), part("indices.npy"), part("x.npy")
 given = (*given, read_labels(folder / "labels", len(given[0]) - 1))
 few = 4000

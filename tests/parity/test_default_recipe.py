@@ -23,6 +23,8 @@ from tests.procs import run_ranks
 # Dropout in the decoders is the one draw that depends on the rank.
 COMMON = ["model.dropout=0", "model.structure_dropout=0", "model.factor_dropout=0"]
 COMMON += ["run.log_every=1"]
+# The small graph is below the size from which edge factors are the default.
+COMMON += ["model.edge_factors=4"]
 KINDS = {
     "full": [*COMMON, "train.epochs=15"],
     # Fewer hops than layers; one cap for all hops, so that draws do not depend on who samples.

@@ -26,9 +26,11 @@ from cimage_dist.train.trainer import Trainer
 from tests.settings import small_sbm_config
 from tests.train.test_sampled_training import StopAfter, assert_same_run, without
 
-LOGGED = ["run.log_every=1", "run.checkpoint_every=3", "run.tensorboard=false"]
+# The small graph is below the size from which edge factors are the default.
+EDGES = "model.edge_factors=4"
+LOGGED = [EDGES, "run.log_every=1", "run.checkpoint_every=3", "run.tensorboard=false"]
 # Fewer hops than layers: a step propagates as far as its fan-outs, an embedding through all layers.
-SHORT = ["sampler.fanouts=[4,3]", "sampler.batch_edges=120", "train.epochs=1"]
+SHORT = [EDGES, "sampler.fanouts=[4,3]", "sampler.batch_edges=120", "train.epochs=1"]
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_the_loss_falls(store_dir: Path, small_sbm: Graph) -> None:
 def test_short_fan_outs_train_that_many_hops_and_embed_all_layers(
     store_dir: Path, small_sbm: Graph, double: None
 ) -> None:
-    settings = ["sampler.fanouts=[-1,-1]", "sampler.hide_rate=0", "mask.feature_rate=0"]
+    settings = [EDGES, "sampler.fanouts=[-1,-1]", "sampler.hide_rate=0", "mask.feature_rate=0"]
     cfg = small_sbm_config(store_dir, *settings, "sampler.batch_edges=4", "model.num_layers=4")
     trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
     encoder, x = trainer.model.encoder.eval(), small_sbm.features().double()
@@ -157,7 +159,7 @@ def test_factors_are_as_wide_as_the_features_allow(features: int, width: int) ->
 
 def test_more_epochs_take_up_the_longer_schedule(store_dir: Path, small_sbm: Graph) -> None:
     """A cosine that had ended continues where the longer one is at that step."""
-    short, long = (small_sbm_config(store_dir, f"train.epochs={n}") for n in (4, 8))
+    short, long = (small_sbm_config(store_dir, EDGES, f"train.epochs={n}") for n in (4, 8))
     assert short.optim.schedule == "cosine"
     sink = MemorySink()
     trainer = worker(short, Comm(), sink, small_sbm)

@@ -61,9 +61,11 @@ def test_what_was_trained_before_keeps_its_name() -> None:
         return fingerprint(load_config(overrides=overrides))
 
     sampled = "sampler.fanouts=[5,5]"
-    # As in the version before train.steps and holdout_edges=auto.
-    assert name() == name("train.epochs=30") == name("data.holdout_edges=none") == "fc7c7134c451"
-    assert name(sampled, "train.epochs=3") == "a9a33651d76c"
+    # As in the version before train.steps, holdout_edges=auto and edge factors.
+    before = "model.edge_factors=0"
+    assert name(before) == name(before, "data.holdout_edges=none") == "fc7c7134c451"
+    assert name() == name("train.epochs=30") != name(before)
+    assert name(sampled, "train.epochs=3", before) == "a9a33651d76c"
     assert name(sampled) != name(sampled, "train.epochs=30")
     names = {
         name(*more) for more in ([], ["train.steps=30"], ["train.epochs=30", "train.steps=30"])

@@ -331,7 +331,7 @@ class Scaled(FixedEmbedder):
     """Every node's factors times a number of its own, as a sum over its neighbours would be."""
 
     def __call__(self, encoder: Encoder, gids: torch.Tensor, step: int) -> Encoding:
-        h, z = super().__call__(encoder, gids, step)
+        h, z, _ = super().__call__(encoder, gids, step)
         return Encoding(h * (1 + gids % 50).view(-1, 1, 1), z)
 
 
