@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -211,8 +212,13 @@ def test_shipped_spaces_have_no_dead_point(path: Path) -> None:
         assert loaded[0] == sweep.config(points[0]), "as the files and overrides give it"
     if path.name != "demo.yaml":
         lines = path.read_text().split("space:")[1].splitlines()
-        values = [line for line in lines if line.strip() and not line.rstrip().endswith(":")]
-        assert all("# [" in line for line in values), "a value without its source"
+        # beside the value, or above it where the line is long
+        sourced = [
+            "# [" in line or "# [" in above
+            for above, line in itertools.pairwise(lines)
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
+        assert all(sourced), "a value without its source"
 
 
 @pytest.mark.parametrize("task", ["node", "link"])
