@@ -26,6 +26,14 @@ def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        usual = found.new_page
+
+        def new_page(**options: Any) -> Any:
+            page = usual(**options)
+            page.set_default_timeout(180_000)  # the machine may be busy
+            return page
+
+        found.new_page = new_page
         yield found
         found.close()
 

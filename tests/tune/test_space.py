@@ -216,7 +216,9 @@ def test_shipped_spaces_have_no_dead_point(path: Path) -> None:
         sourced = [
             "# [" in line or "# [" in above
             for above, line in itertools.pairwise(lines)
-            if line.strip() and not line.rstrip().endswith(":") and not line.lstrip().startswith("#")
+            if line.strip()
+            and not line.rstrip().endswith(":")
+            and not line.lstrip().startswith("#")
         ]
         assert all(sourced), "a value without its source"
 
