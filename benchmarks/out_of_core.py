@@ -143,7 +143,7 @@ def label(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_labels(cfg: Config, graph: Graph) -> None:
-    """The planted communities, 30 % of them drawn anew, and a random confidence: what a clustering
+    """The planted communities, 30 % of them drawn again, and a random confidence: what a clustering
     would give.
     """
     folder = Path(cfg.cluster.labels_path or "")

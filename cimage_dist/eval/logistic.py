@@ -179,8 +179,8 @@ def _minimise(
         return comm.share_rows(found, len(blocks)).numpy()
 
     def tell(is_found: bool, flat: Array) -> tuple[bool, Array]:
-        told = comm.broadcast(torch.from_numpy(np.concatenate([[float(is_found)], flat]))).numpy()
-        return bool(told[0]), told[1:]
+        sent = comm.broadcast(torch.from_numpy(np.concatenate([[float(is_found)], flat]))).numpy()
+        return bool(sent[0]), sent[1:]
 
     def objective(flat: Array) -> tuple[float, Array]:
         tell(False, flat)

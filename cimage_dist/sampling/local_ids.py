@@ -102,7 +102,7 @@ def _argsort(gids, bits):  # type: ignore[no-untyped-def]
 
 @jit
 def _renumber(keys, local, fresh, order, known, place):  # type: ignore[no-untyped-def]
-    """Number the fresh gids anew, by `order`."""
+    """Number the fresh gids again, by `order`."""
     rank = np.empty(len(order), np.int64)
     for new in range(len(order)):
         rank[order[new]] = new
