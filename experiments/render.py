@@ -25,11 +25,7 @@ LOW_LABELS = {
 
 
 def results_of(table: Table, results: Path, dataset: str, row: str) -> list[dict[str, Any]]:
-    cells = [
-        cell
-        for cell in table.cells()
-        if cell.dataset == dataset and cell.overrides == table.rows[row][dataset]
-    ]
+    cells = [table.cell(dataset, row, seed) for seed in range(table.seeds[dataset])]
     return [read_result(cell.path(results)) for cell in cells if cell.path(results).is_file()]
 
 

@@ -123,10 +123,9 @@ def result(seed: int, test: float, raw: float = 50.0) -> dict[str, Any]:
 
 
 def fill(table: Table, folder: Path, row: str, scores: list[float]) -> None:
+    wanted = {d: (*table.common, *table.rows[row][d]) for d in table.seeds}
     for cell, score in zip(
-        [c for c in table.cells() if c.overrides == table.rows[row][c.dataset]],
-        scores,
-        strict=False,
+        [c for c in table.cells() if c.overrides == wanted[c.dataset]], scores, strict=False
     ):
         path = cell.path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,6 +148,14 @@ def test_a_table_in_markdown(project):
     assert (
         "1 of 8 runs are still to be made" in text
         and "7 of 7 runs were scored by the earlier probe" in text
+    )
+
+
+def test_settings_of_all_rows_belong_to_every_cell(project):
+    table = load_table(write(project, common=["loss.factor_weight=0"]))
+    fill(table, project / "results", "shipped", [80.0, 82.0])
+    assert "| **shipped** | 81.00 ± 1.00 (2) |" in "\n".join(
+        render_table(table, project / "results")
     )
 
 
