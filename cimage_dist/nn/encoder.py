@@ -208,15 +208,17 @@ class Encoder(nn.Module):
         `targets` restricts the result to a range of rows; `edges.dst` then counts from its start.
         `degree` [N] of A + I is for GCN smoothing, as in `gcn_weights`.
         """
+        cut, is_complete = self.num_linear, self.edges is None or number > self.edges.LAYERS
         if self.cfg.propagation == "gcn":
-            out = gcn_smooth(x_NKC, edges, degree, targets)
+            # Complete edge factors are not smoothed.
+            rows = x_NKC[:, :cut] if is_complete else x_NKC
+            out = gcn_smooth(rows, edges, degree, targets)
         else:
             out = self.routing.route(x_NKC, edges, targets, is_unit)
         if self.edges is None:
             return self._mixed(out, start_TKC)
-        cut = self.num_linear
         own = x_NKC[slice(None) if targets is None else targets, cut:]
-        if number <= self.edges.LAYERS:
+        if not is_complete:
             own = self.edges.after(out[:, cut:], own, number)
         linear = self._mixed(out[:, :cut], None if start_TKC is None else start_TKC[:, :cut])
         return self.join(linear, own, number)

@@ -178,7 +178,7 @@ def test_products_of_pairs_are_those_of_gathered_rows_to_the_bit():
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_many_pairs_are_scored_without_keeping_their_products(rate, monkeypatch):
-    """The same bits of logits and gradients, in pieces as at once."""
+    """The same logits and gradients, in pieces as at once, up to the order of their sums."""
     z = torch.randn(50, 4, 8, requires_grad=True)
     pairs = torch.randint(50, (1000, 2))
     decoder = StructureDecoder(
@@ -197,4 +197,4 @@ def test_many_pairs_are_scored_without_keeping_their_products(rate, monkeypatch)
     found.append([logits, *torch.autograd.grad(logits.square().sum(), [z, *decoder.parameters()])])
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
-            torch.testing.assert_close(two, one, rtol=2e-6, atol=1e-6)
+            torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)
