@@ -21,7 +21,7 @@ from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError
 from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.sampler import NeighbourSampler
-from cimage_dist.sampling.seeds import IntArray, SeedBatch, SeedSchedule, rank_slice
+from cimage_dist.sampling.seeds import IntArray, SeedBatch, SeedSchedule, communities, rank_slice
 from cimage_dist.types import Batch, Topology, View
 
 
@@ -30,7 +30,8 @@ class BatchSource(Dataset[Batch]):
     that happened before.
 
     The global batch of `batch_edges` undirected edges does not depend on `world`; rank r takes
-    positions [B r / W, B (r+1) / W). Message passing sees none of the global batch's edges, in
+    positions [B r / W, B (r+1) / W) of it, in an order that puts pairs of one community of the
+    graph beside each other: they share neighbours. Message passing sees none of the global batch's edges, in
     either direction, nor the keyed share `hide_rate` of all others (§3.3).
     `features` [N, F], a mapped file as a rule, are read where the batch is made, so that with
     loader processes reading overlaps training as sampling does. `views=2` adds a second,
@@ -69,6 +70,9 @@ class BatchSource(Dataset[Batch]):
         self.hide_rate = hide_rate
         self.views, self.has_negatives = views, has_negatives
         self.begin, self.end = rank_slice(batch_edges, rank, world)
+        # Of larger graphs a rank draws its own negatives alone, and seeds seldom share neighbours.
+        is_shared = world > 1 and self.schedule.has_rejection
+        self.group = communities(self.schedule.indptr, self.schedule.indices) if is_shared else None
         # Compile before loader processes are forked, so that they inherit the machine code instead
         # of each making its own.
         self.sampler.sample(np.empty(0, dtype=np.int64), 0, self.hidden(0, self.schedule.batch(0)))
@@ -114,7 +118,7 @@ class BatchSource(Dataset[Batch]):
         if (
             self.schedule.has_rejection
         ):  # how many negatives could be placed is known only after placing all of them
-            all_neg = self.schedule.negatives(step)
+            all_neg = self.schedule.negatives(step).ordered(self.group)
             return all_neg.part(self.begin, self.end), all_neg.total
         return self.schedule.negatives(step, self.begin, self.end), whole.total
 
@@ -124,7 +128,7 @@ class BatchSource(Dataset[Batch]):
         return self.sampler.sample(np.concatenate(ends), key, hidden, self.features)
 
     def __getitem__(self, step: int) -> Batch:
-        whole = self.schedule.batch(step)
+        whole = self.schedule.batch(step).ordered(self.group)
         pos = whole.part(self.begin, self.end)
         neg, global_neg = self._negatives(step, whole)
         view, second = self._view(step, whole, 0, pos.u, pos.v, neg.u, neg.v), None

@@ -115,6 +115,13 @@ class SeedBatch:
         """Sum of weights: how many pairs count."""
         return float(self.weight.sum(dtype=np.float64))
 
+    def ordered(self, group: NDArray[np.int64] | None) -> SeedBatch:
+        """The same pairs, those whose first ends are of one group [N] beside each other."""
+        if group is None:
+            return self
+        order = np.lexsort((self.u, group[self.u]))
+        return SeedBatch(self.u[order], self.v[order], self.weight[order])
+
     def part(self, begin: int, end: int) -> SeedBatch:
         return SeedBatch(self.u[begin:end], self.v[begin:end], self.weight[begin:end])
 
@@ -141,6 +148,41 @@ def has_edge(
     out = np.empty(len(u), dtype=np.bool_)
     _has_edge(indptr, indices, u, v, out)
     return out
+
+
+@jit
+def _most_frequent_groups(indptr, indices, group, key, out):  # type: ignore[no-untyped-def]
+    """Half of the nodes, by `key`, take the most frequent group among their neighbours."""
+    for v in range(len(indptr) - 1):
+        out[v] = group[v]
+        if indptr[v] == indptr[v + 1] or keyed.word(key, v) & 1:
+            continue
+        near = np.sort(group[indices[indptr[v] : indptr[v + 1]]])
+        most, first = 0, 0
+        for i in range(1, len(near) + 1):
+            if i < len(near) and near[i] == near[first]:
+                continue
+            count = i - first
+            if count > most or (
+                count == most and keyed.word(key, near[first]) > keyed.word(key, out[v])
+            ):
+                most, out[v] = count, near[first]
+            first = i
+
+
+_GROUP_ROUNDS = 20
+
+
+def communities(indptr: IntArray, indices: IntArray) -> NDArray[np.int64]:
+    """A group for every node by label propagation (Raghavan, Albert & Kumara 2007), int64 [N]: a
+    function of the graph alone.
+    """
+    group = np.arange(len(indptr) - 1)
+    for number in range(_GROUP_ROUNDS):
+        found = np.empty_like(group)
+        _most_frequent_groups(indptr, indices, group, keyed.derive(number), found)
+        group = found
+    return group
 
 
 @jit

@@ -136,6 +136,7 @@ def test_ranks_together_hold_the_global_batch(world: int, batch_edges: int) -> N
     for step in (0, schedule.steps_per_epoch - 1):
         parts = [source[step] for source in sources]
         for name, whole in (("pos", schedule.batch(step)), ("neg", schedule.negatives(step))):
+            whole = whole.ordered(sources[0].group)
             at = [slice(p.num_pos) if name == "pos" else slice(p.num_pos, None) for p in parts]
             pairs = torch.cat([gids_of(p)[p.pairs[own]] for p, own in zip(parts, at, strict=True)])
             assert torch.equal(pairs, torch.from_numpy(np.stack([whole.u, whole.v], axis=1)))
@@ -143,7 +144,7 @@ def test_ranks_together_hold_the_global_batch(world: int, batch_edges: int) -> N
             assert np.array_equal(weight, whole.weight)
             assert {getattr(part, f"global_{name}") for part in parts} == {whole.total}
         ends = torch.cat([part.node_gids for part in parts]).view(-1, 2)
-        whole = schedule.batch(step)
+        whole = schedule.batch(step).ordered(sources[0].group)
         assert np.array_equal(ends, np.stack([whole.u, whole.v], axis=1))
         assert np.array_equal(torch.cat([p.node_weight for p in parts]), whole.weight.repeat(2))
         # A node is drawn alike on every rank: what two ranks sampled into it as a seed is the same.

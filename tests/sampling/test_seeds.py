@@ -7,7 +7,14 @@ from scipy import stats
 
 from cimage_dist.errors import UserError
 from cimage_dist.sampling import seeds as seeds_module
-from cimage_dist.sampling.seeds import SeedSchedule, UpperEntries, has_edge, rank_slice
+from cimage_dist.sampling.seeds import (
+    SeedBatch,
+    SeedSchedule,
+    UpperEntries,
+    communities,
+    has_edge,
+    rank_slice,
+)
 from tests.sampling.toy_csr import Csr, directed_pairs, make_csr, random_csr, star_csr
 
 
@@ -159,3 +166,39 @@ def test_bad_input_is_explained() -> None:
         SeedSchedule(*random_csr(), batch_edges=0, seed=0)
     with pytest.raises(UserError, match="not symmetric"):
         SeedSchedule(np.array([0, 1, 1]), np.array([1], dtype=np.int32), 4, 0)
+
+
+def two_cliques(size: int) -> Csr:
+    """Node i is in clique i % 2; one edge joins the two."""
+    pairs = [(u, v) for u in range(2 * size) for v in range(u) if (u - v) % 2 == 0] + [(0, 1)]
+    u, v = np.array(pairs).T
+    return make_csr(2 * size, u, v)
+
+
+def test_cliques_are_communities() -> None:
+    group = communities(*two_cliques(12))
+    assert len(set(group[::2].tolist())) == len(set(group[1::2].tolist())) == 1
+    assert group[0] != group[1]
+
+
+def test_a_node_without_neighbours_is_a_community() -> None:
+    indptr, indices = np.array([0, 1, 2, 2]), np.array([1, 0])
+    assert communities(indptr, indices)[2] == 2
+
+
+def test_pairs_of_a_community_are_on_one_rank() -> None:
+    """The order changes neither the pairs nor their weights, and ranks touch fewer nodes."""
+    graph = two_cliques(12)
+    whole = SeedSchedule(*graph, batch_edges=40, seed=3).batch(0)
+    ordered = whole.ordered(communities(*graph))
+
+    def pairs(batch: SeedBatch) -> list[tuple[int, int, float]]:
+        return sorted(zip(batch.u.tolist(), batch.v.tolist(), batch.weight.tolist(), strict=True))
+
+    def touched(batch: SeedBatch) -> int:
+        halves = [batch.part(*rank_slice(40, rank, 2)) for rank in (0, 1)]
+        return sum(len(np.union1d(half.u, half.v)) for half in halves)
+
+    assert pairs(ordered) == pairs(whole)
+    assert touched(ordered) < touched(whole)
+    assert whole.ordered(None) is whole
