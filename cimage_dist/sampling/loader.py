@@ -31,8 +31,8 @@ class BatchSource(Dataset[Batch]):
 
     The global batch of `batch_edges` undirected edges does not depend on `world`; rank r takes
     positions [B r / W, B (r+1) / W) of it, in an order that puts pairs of one community of the
-    graph beside each other: they share neighbours. Message passing sees none of the global batch's edges, in
-    either direction, nor the keyed share `hide_rate` of all others (§3.3).
+    graph beside each other: they share neighbours. Message passing sees none of the global batch's
+    edges, in either direction, nor the keyed share `hide_rate` of all others (§3.3).
     `features` [N, F], a mapped file as a rule, are read where the batch is made, so that with
     loader processes reading overlaps training as sampling does. `views=2` adds a second,
     independent neighbourhood of the positives, which hides the batch's edges too; without
