@@ -303,6 +303,12 @@ def _may_have_edges(cfg: Config) -> bool:
     return cfg.model.propagation == "gcn" and cfg.loss.structure_weight > 0
 
 
+def _edges_alone(cfg: Config) -> bool:
+    """Whether steps may train edge factors more than once."""
+    may = cfg.model.edge_factors or (cfg.model.edge_factors is None and _may_have_edges(cfg))
+    return bool(may) and cfg.optim.edge_steps > 1 and not cfg.sampler.fanouts
+
+
 def fingerprint(cfg: Config) -> str:
     """12 hex digits of the science sections: the same experiment on another machine keeps its
     name.
@@ -323,6 +329,8 @@ def fingerprint(cfg: Config) -> str:
         tree["data"]["holdout_edges"] = "none"
     if not (cfg.model.edge_factors or (cfg.model.edge_factors is None and _may_have_edges(cfg))):
         del tree["model"]["edge_factors"], tree["optim"]["edge_lr"]
+    if not _edges_alone(cfg):
+        del tree["optim"]["edge_steps"], tree["mask"]["edge_start_rate"]
     labels = cfg.cluster.labels_path
     if labels is not None:
         # The content counts, not its path.

@@ -349,6 +349,9 @@ class MaskConfig:
     start_rate: float = opt(
         0.2, "share of nodes (or edges) from which a masking walk starts", UP_TO_1
     )
+    edge_start_rate: float = opt(
+        0.7, "start_rate of the masks that train edge factors alone (optim.edge_steps)", UP_TO_1
+    )
     walk_length: int = opt(3, "steps of each masking walk", AT_LEAST_1)
     start: Literal["node", "edge"] = opt(
         "node", "walks start from nodes, or from the sources of edges"

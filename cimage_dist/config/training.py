@@ -265,6 +265,12 @@ class OptimConfig:
     edge_lr: float = opt(
         0.01, "lr_max of the edge factors and the edge decoder behind them", POSITIVE
     )
+    edge_steps: int = opt(
+        10,
+        "whole graph: how often a step trains the edge factors and their decoder, each time on a "
+        "mask of its own",
+        AT_LEAST_1,
+    )
     lr_min: float = opt(0.0, "learning rate at the end of the run, or of each cosine period")
     schedule: Literal["cosine", "restarts"] = opt(
         "cosine",

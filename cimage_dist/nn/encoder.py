@@ -9,6 +9,7 @@ keep most of it from the first step. Shapes: F features, D = K·C channels, r di
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -83,15 +84,16 @@ class EdgeFactors(nn.Module):
         return out
 
 
-# Length of an edge factor, of the mean linear factor's of the node: they help where edges tell
-# classes, and at this length cost little where they do not.
-_EDGE_LENGTH = 2 / 3
+_EDGE_LENGTH = 2 / 3  # of edge factors while they are trained
+_FULL_LENGTH = 3.0  # of edge factors that know all edges; such are rare: half is much (docs/LOG.md)
 
 
-def beside(linear_NKC: Tensor, edges_NKC: Tensor) -> Tensor:
-    """Linear factors and unit edge factors as one embedding, [N, K, C] (§4.6)."""
+def beside(linear_NKC: Tensor, edges_NKC: Tensor, share: float | Tensor) -> Tensor:
+    """Linear factors and unit edge factors as one embedding, [N, K, C] (§4.6); an edge factor has
+    `share` of the length of the node's mean linear factor.
+    """
     length = torch.linalg.vector_norm(linear_NKC.flatten(1), dim=1) / linear_NKC.shape[1] ** 0.5
-    return torch.cat([linear_NKC, _EDGE_LENGTH * length.view(-1, 1, 1) * edges_NKC], dim=1)
+    return torch.cat([linear_NKC, share * length.view(-1, 1, 1) * edges_NKC], dim=1)
 
 
 class Encoder(nn.Module):
@@ -106,6 +108,7 @@ class Encoder(nn.Module):
     """
 
     reach: Tensor
+    edge_length: Tensor
 
     def __init__(
         self,
@@ -131,6 +134,8 @@ class Encoder(nn.Module):
             if edge_factors
             else None
         )
+        if self.edges is not None:
+            self.register_buffer("edge_length", torch.tensor(_EDGE_LENGTH, dtype=torch.float64))
         self.routing = self._make_routing()
         # Weights alone must show how far they reach where the graph decided it. Bits of a double,
         # since a change of the weights' type must not round it.
@@ -226,7 +231,18 @@ class Encoder(nn.Module):
     def join(self, linear: Tensor, edges: Tensor, number: int) -> Tensor:
         """What layer `number` gives of linear and of edge factors."""
         is_last = number == self.cfg.num_layers
-        return beside(linear, edges) if is_last else torch.cat([linear, edges], dim=1)
+        return self._beside(linear, edges) if is_last else torch.cat([linear, edges], dim=1)
+
+    def _beside(self, linear: Tensor, edges: Tensor) -> Tensor:
+        """Training steps do not read the length, which is measured between them."""
+        return beside(linear, edges, _EDGE_LENGTH if self.training else self.edge_length)
+
+    def weigh_edge_factors(self, loss: float) -> None:
+        """Set their length in an embedding by the share of the edge loss that they explain (§4.6):
+        they help where edges can be predicted, and cost where they cannot.
+        """
+        explained = max(0.1, 1.0 - loss / (2 * math.log(2)))  # knowing nothing, 2 ln 2 is left
+        self.edge_length.fill_(_FULL_LENGTH * explained**2)
 
     def _mixed(self, out: Tensor, start: Tensor | None) -> Tensor:
         if self.alpha == 0:
@@ -260,7 +276,7 @@ class Encoder(nn.Module):
             if self.edges is None or not is_whole:
                 return Encoding(h, h)
             found = self.edges(x_NF, edges, hops).to(h.dtype)
-            h = beside(h, found.detach())
+            h = self._beside(h, found.detach())
             return Encoding(h, h, found)
         h_NKC = start = self._stored(start)
         if hops is None:

@@ -238,6 +238,20 @@ class CimageModel(nn.Module):
             other = rows_of(seen.z, second.nodes)
         return ModelOutput(h, z, logits, predicted, other)
 
+    def edge_parameters(self) -> list[nn.Parameter]:
+        """What the edge loss alone trains: the edge factors and the decoder behind them."""
+        edges, decoder = self.encoder.edges, self.structure
+        if edges is None or decoder is None:
+            return []
+        return [*edges.parameters(), *decoder.parameters()]
+
+    def edge_logits(
+        self, x: Features, edges: EdgeList, pairs: Tensor, hops: Hops | None = None
+    ) -> Tensor:
+        """Logits [p] of `pairs` by the edge factors; the linear ones are not made."""
+        assert self.encoder.edges is not None and self.structure is not None
+        return cast(Tensor, self.structure(self.encoder.edges(x, edges, hops), pairs))
+
 
 def build_model(
     num_features: int, cfg: Config, moments: FeatureMoments | None = None

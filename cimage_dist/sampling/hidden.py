@@ -5,6 +5,7 @@ seed edges, and a keyed share of all others (§3.3, §11.1).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -104,14 +105,15 @@ class PathMasker:
         self.reverse = reverse_entries(topology, self.keys)
         self.rows = topology.rows()
 
-    def mask(self, epoch: int, view: int = 0) -> MaskedGraph:
+    def mask(self, epoch: int, view: int = 0, start_rate: float | None = None) -> MaskedGraph:
         """Masked = walked entries; visible = the rest, symmetrised. With `symmetric` the reverse of
         a masked edge is hidden too.
 
-        Views of one epoch have independent masks.
+        Views of one epoch have independent masks. `start_rate` in place of the configured one.
         """
         topology = self.topology
-        starts, walker = walk_starts(topology, self.cfg, self.seed, epoch, view)
+        cfg = self.cfg if start_rate is None else replace(self.cfg, start_rate=start_rate)
+        starts, walker = walk_starts(topology, cfg, self.seed, epoch, view)
         hidden = torch.zeros(topology.num_edges, dtype=torch.bool)
         hidden[
             walk_edges(topology, starts, walker, self.cfg.walk_length, self.seed, epoch, view)

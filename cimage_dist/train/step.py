@@ -8,7 +8,7 @@ the loss is world · share because DDP averages gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -30,7 +30,7 @@ from cimage_dist.losses import (
     structure_loss,
     target_factors,
 )
-from cimage_dist.nn.model import ModelOutput, rows_of
+from cimage_dist.nn.model import CimageModel, ModelOutput, rows_of
 from cimage_dist.nn.projection import drop_columns, placed
 from cimage_dist.sampling.hidden import MaskedGraph, PathMasker, most_masked
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
@@ -59,6 +59,14 @@ class Batches(Protocol):
 
     def iterate(self, start: int, end: int) -> Iterator[Batch]:
         """The batches of steps [start, end); each is a function of the step number alone."""
+        ...
+
+    def edge_batches(self, step: int) -> Iterator[Batch]:
+        """What an optimiser step trains the edge factors on beforehand (§4.6)."""
+        ...
+
+    def measuring_batch(self) -> Batch:
+        """On which the edge factors are measured, no batch of a step."""
         ...
 
 
@@ -129,6 +137,39 @@ class FullGraphBatches:
         for step in range(start, end):
             yield self.batch(step)
 
+    def edge_batches(self, step: int) -> Iterator[Batch]:
+        for number in range(1, self.cfg.optim.edge_steps):
+            yield self._edge_batch(step, number + 1)  # views 0 and 1 are those of the step itself
+
+    def measuring_batch(self) -> Batch:
+        return self._edge_batch(_MEASURE, 0)
+
+    def _edge_batch(self, step: int, view: int) -> Batch:
+        cfg, device = self.cfg, self.x.device
+        mask = self.masker.mask(step, view, cfg.mask.edge_start_rate)
+        masked = mask.masked
+        if masked.shape[0] > cfg.train.batch_edges:
+            key = keyed.stream(cfg.run.seed, "batch-order", step, view=view)
+            masked = masked[keyed.highest(key, masked.shape[0], cfg.train.batch_edges)]
+        negatives = self.masker.negatives(masked.shape[0], step, view * _VIEW_DRAWS)
+        pos, neg = (
+            pairs[slice(*self.comm.slice_of(pairs.shape[0]))] for pairs in (masked, negatives)
+        )
+        return Batch(
+            x=_columns(self.x, cfg, step, view),
+            edges=self.masker.hide_more(mask.visible, step, view).to(device),
+            nodes=torch.empty(0, dtype=torch.int64, device=device),
+            pairs=torch.cat([pos, neg]).to(device),
+            num_pos=pos.shape[0],
+            global_pos=masked.shape[0],
+            global_neg=negatives.shape[0],
+            global_nodes=0,
+        )
+
+
+_MEASURE = -1  # the number of a batch that no step has
+_VIEW_DRAWS = 1 << 40  # positions of one view's non-edges; no mask has as many
+
 
 def _share_of_edges(edges: EdgeList, comm: Comm) -> EdgeList:
     begin, end = comm.slice_of(edges.src.numel())
@@ -184,6 +225,13 @@ class SampledBatches:
         for step, batch in zip(loader.steps, loader, strict=True):
             yield self.convert(batch, step)
 
+    def edge_batches(self, step: int) -> Iterator[Batch]:
+        """None: sampled runs have more and smaller steps."""
+        return iter(())
+
+    def measuring_batch(self) -> Batch:
+        return self.convert(self.source[_MEASURE], _MEASURE)
+
 
 def loss_terms(
     model: nn.Module, batch: Batch, cfg: Config, scores: CIScores | None, comm: Comm
@@ -201,12 +249,7 @@ def loss_terms(
         )
     terms = {}
     if out.logits is not None:
-        cut = batch.num_pos
-        weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
-        pos, neg = structure_loss(*out.logits.to(out.z.dtype).tensor_split([cut]), *weights)
-        terms["structure"] = pos.total / max(batch.global_pos, 1) + neg.total / max(
-            batch.global_neg, 1
-        )
+        terms["structure"] = _structure_share(out.logits.to(out.z.dtype), batch)
     if out.predicted is not None and context is not None:
         own, predicted = rows_of(out.z, batch.nodes), out.predicted.to(out.z.dtype)
         recon = factor_loss(own, predicted, context, cfg.loss, batch.node_weight)
@@ -226,6 +269,13 @@ def loss_terms(
         )
         terms |= {name: registry.loss(name)(seen) for name in cfg.loss.extra}
     return terms
+
+
+def _structure_share(logits: Tensor, batch: Batch) -> Tensor:
+    cut = batch.num_pos
+    weights = (None, None) if batch.weight is None else (batch.weight[:cut], batch.weight[cut:])
+    pos, neg = structure_loss(*logits.tensor_split([cut]), *weights)
+    return pos.total / max(batch.global_pos, 1) + neg.total / max(batch.global_neg, 1)
 
 
 def _redundancy_share(out: ModelOutput, batch: Batch, cfg: Config, comm: Comm) -> Tensor:
@@ -262,6 +312,41 @@ def objective(terms: dict[str, Tensor], cfg: Config) -> Tensor:
         **loss.extra,
     }
     return torch.stack([weight[name] * value for name, value in terms.items()]).sum()
+
+
+def edge_share(model: CimageModel, batch: Batch, cfg: Config) -> Tensor:
+    """This rank's share of the edge loss by the edge factors."""
+    device = batch.x.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=cfg.train.precision == "bfloat16"):
+        logits = model.edge_logits(batch.x, batch.edges, batch.pairs, batch.hops)
+    return _structure_share(logits.to(torch.get_default_dtype()), batch)
+
+
+def train_edges(
+    model: CimageModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    step: int,
+    cfg: Config,
+    comm: Comm,
+) -> None:
+    """Collective: an update of the edge factors and their decoder on each batch, by the edge loss
+    alone; nothing else changes. Clipped by themselves, at the rate of the step.
+    """
+    weights = model.edge_parameters()
+    limit = cfg.optim.clip_norm if cfg.optim.clip_norm > 0 else float("inf")
+    for number, batch in enumerate(batches, start=1):
+        devices = [batch.x.device] if batch.x.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(keyed.stream(cfg.run.seed, "dropout", step, comm.rank, view=number))
+            share = cfg.loss.structure_weight * edge_share(model, batch, cfg)
+            # Not backward(): the hooks of DDP are for the step itself.
+            grads = torch.autograd.grad(share, weights)
+        optimizer.zero_grad(set_to_none=True)
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = comm.sum(grad)
+        nn.utils.clip_grad_norm_(weights, limit)
+        optimizer.step()
 
 
 def train_step(

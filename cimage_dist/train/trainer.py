@@ -30,7 +30,14 @@ from cimage_dist.train.refresh import (
     SampledEmbedder,
     redrawn_scores,
 )
-from cimage_dist.train.step import Batches, FullGraphBatches, SampledBatches, train_step
+from cimage_dist.train.step import (
+    Batches,
+    FullGraphBatches,
+    SampledBatches,
+    edge_share,
+    train_edges,
+    train_step,
+)
 from cimage_dist.train.teleport import fit_to_graph
 from cimage_dist.types import Batch, CIScores, Features, Topology
 
@@ -131,12 +138,11 @@ class Trainer:
 
     def _groups(self) -> list[dict[str, Any]]:
         """The parameters with their rates: the edge factors and their decoder learn faster."""
-        model, edges = self.model, self.model.encoder.edges
-        if edges is None or model.structure is None:
-            return [{"params": list(model.parameters())}]
-        fast = [*edges.parameters(), *model.structure.parameters()]
+        fast = self.model.edge_parameters()
+        if not fast:
+            return [{"params": list(self.model.parameters())}]
         known = {id(weight) for weight in fast}
-        slow = [weight for weight in model.parameters() if id(weight) not in known]
+        slow = [weight for weight in self.model.parameters() if id(weight) not in known]
         return [{"params": slow}, {"params": fast, "lr": self.cfg.optim.edge_lr}]
 
     def _data(self) -> tuple[Batches, Embedder, Features]:
@@ -158,12 +164,19 @@ class Trainer:
         return rows_at(self.graph.x, chosen.numpy())
 
     def settle(self) -> None:
-        """Give batch normalisation the moments of the clean features under the current weights.
+        """Collective: give batch normalisation the moments of the clean features under the current
+        weights, and edge factors the length that their loss earns them.
 
         Called before anything that runs the encoder in eval mode or stores it; training steps
-        neither read nor change these moments. The same on every rank, as weights and rows are.
+        neither read nor change these. The same on every rank, as weights and rows are.
         """
-        settle(self.model.encoder.norm, self.model.encoder.linear, self.clean)
+        encoder = self.model.encoder
+        settle(encoder.norm, encoder.linear, self.clean)
+        if encoder.edges is not None:
+            self.model.eval()
+            with torch.no_grad():
+                share = edge_share(self.model, self.batches.measuring_batch(), self.cfg)
+            encoder.weigh_edge_factors(float(self.comm.sum(share)))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         self.settle()
@@ -226,8 +239,13 @@ class Trainer:
         return metrics
 
     def advance(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """Collective: one optimiser step on train.accumulate batches."""
+        """Collective: one optimiser step on train.accumulate batches, after those of the edge
+        factors alone.
+        """
         self.model.train()
+        if self.model.encoder.edges is not None:
+            alone = self.batches.edge_batches(self.step)
+            train_edges(self.model, self.optimizer, alone, self.step, self.cfg, self.comm)
         first = self.step * self.cfg.train.accumulate
         terms = train_step(
             self.wrapped,

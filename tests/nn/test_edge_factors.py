@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,3 +163,24 @@ def test_a_quarter_of_the_factors_where_they_can_be_trained(
 def test_few_edges_train_no_network_by_default() -> None:
     model = load_config().model
     assert [model.sized(100, 9_000, 2 * m).edge_factors for m in (19_999, 20_000)] == [0, 4]
+
+
+def test_their_length_follows_what_they_know_of_edges(
+    made: tuple[CimageModel, Tensor, Topology],
+) -> None:
+    model, x, topology = made
+    encoder, edges = model.encoder, topology.edge_list()
+    chance = 2 * math.log(2)
+
+    def length() -> Tensor:
+        z = encoder(x, edges).z
+        linear = z[:, :2].flatten(1).norm(dim=1) / 2**0.5
+        return z[:, 2:].norm(dim=2) / linear[:, None]
+
+    for loss, expected in ((0.0, 3.0), (chance / 2, 0.75), (chance, 0.03), (5.0, 0.03)):
+        encoder.weigh_edge_factors(loss)
+        found = length()
+        torch.testing.assert_close(found, torch.full_like(found, expected), rtol=0, atol=1e-7)
+    encoder.train()  # steps do not read what is measured between them
+    found = length()
+    torch.testing.assert_close(found, torch.full_like(found, 2 / 3), rtol=0, atol=1e-12)

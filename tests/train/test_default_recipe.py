@@ -21,7 +21,7 @@ from cimage_dist.nn.inference import embed_graph, encode_graph
 from cimage_dist.planning import make_plan
 from cimage_dist.train.loop import worker
 from cimage_dist.train.sink import LocalSink, MemorySink
-from cimage_dist.train.step import SampledBatches
+from cimage_dist.train.step import SampledBatches, train_edges
 from cimage_dist.train.trainer import Trainer
 from tests.settings import small_sbm_config
 from tests.train.test_sampled_training import StopAfter, assert_same_run, without
@@ -182,3 +182,33 @@ def test_the_first_labels_come_from_the_edge_loss_alone() -> None:
         found = loss.edges_only()
         weights = (found.factor_weight, found.cluster_weight, found.redundancy_weight)
         assert found.structure_weight == 1 and weights == (0, 0, 0)
+
+
+def test_updates_of_the_edge_factors_change_nothing_else(store_dir: Path, small_sbm: Graph) -> None:
+    cfg = small_sbm_config(store_dir, EDGES, "optim.edge_steps=3")
+    trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
+    trainer.model.train()
+    own = {id(weight) for weight in trainer.model.edge_parameters()}
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    batches = list(trainer.batches.edge_batches(5))
+    assert len(batches) == 2
+    train_edges(trainer.model, trainer.optimizer, batches, 5, trainer.cfg, Comm())
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weight, before[name]) != (id(weight) in own), name
+
+
+def test_edge_batches_are_a_function_of_the_step_and_differ(
+    store_dir: Path, small_sbm: Graph
+) -> None:
+    cfg = small_sbm_config(store_dir, EDGES, "optim.edge_steps=3", "train.batch_edges=500")
+    trainer = Trainer(cfg, small_sbm, small_sbm.topology(), Comm())
+    first, again = (list(trainer.batches.edge_batches(5)) for _ in range(2))
+    for one, two in zip(first, again, strict=True):
+        assert torch.equal(one.pairs, two.pairs) and torch.equal(one.edges.src, two.edges.src)
+        assert one.num_pos == one.global_pos == 500
+        hidden = set(map(tuple, one.pairs[:500].tolist()))
+        seen = set(zip(one.edges.src.tolist(), one.edges.dst.tolist(), strict=True))
+        assert not hidden & seen
+    drawn = [*first, *trainer.batches.edge_batches(6), trainer.batches.measuring_batch()]
+    kinds = {tuple(map(tuple, batch.pairs.tolist())) for batch in drawn}
+    assert len(kinds) == len(drawn) == 5
