@@ -196,7 +196,11 @@ def summary_of(
     """What summary.json says of a run that ended with `saved`, trained on `num_edges` directed
     edges; `records`: its metrics.
     """
-    used = model_from_weights(cfg, checkpoint.model_weights(saved.tensors)).encoder.cfg
+    encoder = model_from_weights(cfg, checkpoint.model_weights(saved.tensors)).encoder
+    used, length = encoder.cfg, {}
+    if encoder.edges is not None:
+        found = round(float(encoder.edge_length), 3)
+        length = {"edge_length": {"value": found, "by": "the edges that are predicted"}}
     return {
         "run_dir": mirror.shown(run_dir(cfg)),
         "fingerprint": fingerprint(cfg),
@@ -206,7 +210,7 @@ def summary_of(
         "seconds": round(seconds, 2),
         "objective": describe_objective(cfg),
         "encoder": describe_encoder(cfg.model, used, len(cfg.sampler.fanouts)),
-        "chosen": choices(cfg.model, used) | _chosen_clusters(records),
+        "chosen": choices(cfg.model, used) | length | _chosen_clusters(records),
         "holdout_edges": settled(cfg.data, graph).holdout_edges,
         "edges_trained_on": num_edges // 2,
         "edges_held_out": (graph.num_edges - num_edges) // 2,

@@ -203,7 +203,9 @@ def play(
         for kind in (FutureWarning, RuntimeWarning):
             warnings.simplefilter("ignore", kind)
         cuts = _collectives(small, graph, num_clusters, comm)
-        trainer = Trainer(small, graph, graph.topology(), comm)
+        # The updates of the edge factors before a step keep nothing for its backward pass.
+        alone = replace(small, optim=replace(small.optim, edge_steps=1))
+        trainer = Trainer(alone, graph, graph.topology(), comm)
         gradients, batch, kept = _one_step(trainer, rows)
         speed = _encoding_speed(trainer, graph)
     parameters = sum(p.numel() for p in trainer.model.parameters())

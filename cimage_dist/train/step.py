@@ -343,8 +343,10 @@ def train_edges(
             # Not backward(): the hooks of DDP are for the step itself.
             grads = torch.autograd.grad(share, weights)
         optimizer.zero_grad(set_to_none=True)
-        for weight, grad in zip(weights, grads, strict=True):
-            weight.grad = comm.sum(grad)
+        together = comm.sum(nn.utils.parameters_to_vector(grads))  # one message
+        sizes = [weight.numel() for weight in weights]
+        for weight, grad in zip(weights, together.split(sizes), strict=True):
+            weight.grad = grad.view_as(weight)
         nn.utils.clip_grad_norm_(weights, limit)
         optimizer.step()
 
