@@ -343,7 +343,7 @@ def train_edges(
             # Not backward(): the hooks of DDP are for the step itself.
             grads = torch.autograd.grad(share, weights)
         optimizer.zero_grad(set_to_none=True)
-        together = comm.sum(nn.utils.parameters_to_vector(grads))  # one message
+        together = comm.sum(torch.cat([grad.flatten() for grad in grads]))  # one message
         sizes = [weight.numel() for weight in weights]
         for weight, grad in zip(weights, together.split(sizes), strict=True):
             weight.grad = grad.view_as(weight)
