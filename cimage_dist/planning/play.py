@@ -198,8 +198,7 @@ def play(
     entries = None if entries_per_node is None else max(1, round(entries_per_node))
     graph = _graph(nodes, num_features, num_clusters, entries)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), fake_comm(world) as comm:
-        # Torch's remarks on how it is called belong to a real run, and scores of a made-up graph
-        # mean nothing.
+        # Remarks of torch belong to a real run; scores of a made-up graph mean nothing.
         for kind in (FutureWarning, RuntimeWarning):
             warnings.simplefilter("ignore", kind)
         cuts = _collectives(small, graph, num_clusters, comm)
