@@ -12,6 +12,7 @@ import torch
 
 from cimage_dist.comm import Comm
 from cimage_dist.nn import propagate
+from cimage_dist.nn.kernels.cpu import routing
 from cimage_dist.nn.propagate import weighted_sum
 from cimage_dist.train.step import SampledBatches
 from cimage_dist.train.trainer import Trainer
@@ -46,8 +47,10 @@ def plain(
     return base.index_add(0, dst, p.unsqueeze(-1) * x[src])
 
 
-@pytest.fixture(params=["compiled", "chunks"])
+@pytest.fixture(params=["compiled", "two rows at a time", "chunks"])
 def path(request, monkeypatch):
+    if request.param == "two rows at a time":
+        monkeypatch.setattr(routing, "_rows_at_a_time", lambda *args: 2)
     if request.param == "chunks":
         monkeypatch.setattr(propagate, "can_compile", lambda *args: False)
         monkeypatch.setattr(propagate, "_CHUNK_FLOATS", 18)
@@ -87,6 +90,21 @@ def test_nothing_to_add_and_half_precision(path):
     torch.testing.assert_close(
         half.double(), plain(base, x, p, src, dst), rtol=0, atol=0.1
     )  # 8 bits of mantissa
+
+
+def test_large_tables_are_read_a_part_at_a_time_to_the_same_bits(monkeypatch):
+    base, x, p, src, dst = case(torch.float32, "mixed")
+    whole = weighted_sum(base, x, p, src, dst)
+    for rows in (1, 2, 4):
+        monkeypatch.setattr(routing, "_rows_at_a_time", lambda *args, rows=rows: rows)
+        assert torch.equal(weighted_sum(base, x, p, src, dst), whole)
+
+
+def test_only_large_tables_with_many_messages_a_target_are_read_in_parts():
+    large, small = torch.empty(20_000, 384), torch.empty(2000, 384)
+    assert 1 <= routing._rows_at_a_time(large, 800_000, 5000) < 1000
+    assert routing._rows_at_a_time(large, 200_000, 20_000) == 20_000
+    assert routing._rows_at_a_time(small, 800_000, 5000) == 2000
 
 
 def test_the_number_of_threads_does_not_change_the_bits():

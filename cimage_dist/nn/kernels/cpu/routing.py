@@ -57,6 +57,8 @@ from cimage_dist.nn.routing import Routing
 HUB_MESSAGES = 4096  # a target with more is a hub
 # Of the threads' gradients together; with fewer than threads, fewer threads walk back.
 GRADIENT_BYTES = 2 << 30
+LARGE_BYTES = 12 << 20  # of rows that messages read in any order: more than caches hold
+CACHED_BYTES = 1 << 20  # of rows read at a time there
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _compiled: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
@@ -265,15 +267,42 @@ def group(to: Any, num_targets: int) -> Any:
 
 @numba.njit(cache=True, nogil=True)
 def _sum_rows(
-    out_TD: Any, indptr: Any, order: Any, x_ND: Any, by: Any, weight: Any, bounds: Any, part: int
+    out_TD: Any,
+    indptr: Any,
+    order: Any,
+    x_ND: Any,
+    by: Any,
+    weight: Any,
+    bounds: Any,
+    at_a_time: int,
+    part: int,
 ) -> None:
-    """out[v] += Σ_e weight[e]·x[by[e]] over the messages into v, for the targets of a part."""
-    for v in range(bounds[part], bounds[part + 1]):
-        for i in range(indptr[v], indptr[v + 1]):
-            e = order[i]
-            u, w = by[e], weight[e]
-            for c in range(x_ND.shape[1]):
-                out_TD[v, c] += w * x_ND[u, c]
+    """out[v] += Σ_e weight[e]·x[by[e]] over the messages into v, for the targets of a part.
+
+    One pass over the targets for each `at_a_time` rows of x: a target that meets a later row waits
+    for its pass, so its messages keep their order.
+    """
+    first, last = bounds[part], bounds[part + 1]
+    place = indptr[first:last].copy()
+    for end in range(at_a_time, x_ND.shape[0] + at_a_time, at_a_time):
+        for v in range(first, last):
+            i = place[v - first]
+            while i < indptr[v + 1] and by[order[i]] < end:
+                u, w = by[order[i]], weight[order[i]]
+                for c in range(x_ND.shape[1]):
+                    out_TD[v, c] += w * x_ND[u, c]
+                i += 1
+            place[v - first] = i
+
+
+def _rows_at_a_time(x_ND: Tensor, num_messages: int, num_targets: int) -> int:
+    """As many rows as stay in a core's cache where x does not and targets have messages for several
+    passes, as the columns of sparse features do; else all.
+    """
+    rows, size = x_ND.shape[0], x_ND.numel() * x_ND.element_size()
+    if size < LARGE_BYTES or num_messages < 2 * num_targets * size // CACHED_BYTES:
+        return max(rows, 1)
+    return max(1, rows * CACHED_BYTES // size)
 
 
 def sum_messages(
@@ -290,7 +319,8 @@ def sum_messages(
     bounds = np.searchsorted(loads, loads[-1] * np.arange(parts + 1) // parts)
     bounds[-1] = out_TD.shape[0]
     out, x, weights = out_TD.numpy(), x_ND.contiguous().numpy(), weight.contiguous().numpy()
-    work = partial(_sum_rows, out, indptr, order, x, by.numpy(), weights, bounds)
+    at_a_time = _rows_at_a_time(x_ND, order.size, out_TD.shape[0])
+    work = partial(_sum_rows, out, indptr, order, x, by.numpy(), weights, bounds, at_a_time)
     run_parts(work, parts)
     return out_TD
 
