@@ -2,6 +2,7 @@
 
 Cells are those of `cimage compare`, one file each in experiments/results/field/, so that a table
 grows method by method; `python -m experiments --render` puts what is there into docs/RESULTS.md.
+Our own row are the runs of the tables `node` and `link` (`python -m experiments node link`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cimage_dist.eval.controls import CONTROLS, Comparison, Paired, paired, stan
 from cimage_dist.io import artifacts
 from cimage_dist.io.artifacts import value_at
 from cimage_dist.train.progress import Progress
+from experiments import spec
 from experiments.cell import code_commit
 
 FIELDS = Path("experiments/fields")
@@ -53,6 +55,20 @@ class Field:
     def folder(self, results: Path, dataset: str) -> Path:
         return results / "field" / self.name / dataset
 
+    def own_folder(self, results: Path, dataset: str) -> Path:
+        """Where the tables `node` and `link` keep our runs: the same splits, probe and controls."""
+        return results / spec.Cell(self.config.format(dataset=dataset), dataset, (), 0).folder
+
+    def files(self, results: Path, dataset: str, method: str) -> list[Path]:
+        """As many seeds of ours as of the others."""
+        own = method == OWN
+        folder = self.own_folder(results, dataset) if own else self.folder(results, dataset)
+        paths = [
+            (folder if own else folder / method) / f"seed-{seed}.json"
+            for seed in range(self.seeds[dataset])
+        ]
+        return [path for path in paths if path.is_file()]
+
     def methods(self, dataset: str) -> list[str]:
         is_link = self.score.startswith("link")
         return [
@@ -76,11 +92,17 @@ def results_of(table: Field, results: Path, dataset: str) -> dict[str, list[Resu
     """{method or control: its results by seed}; cells that failed are left out."""
     found: dict[str, list[Result]] = {}
     for name in table.methods(dataset):
-        files = sorted((table.folder(results, dataset) / name).glob("seed-*.json"))
-        cells = [artifacts.read_json(path, "a result") for path in files]
+        files = table.files(results, dataset, name)
+        cells = [_cell(artifacts.read_json(path, "a result")) for path in files]
         if done := [cell for cell in cells if "error" not in cell]:
             found[name] = done
     return found | {k: v for k, v in controls_of(found.get(OWN, [])).items() if v}
+
+
+def _cell(found: Result) -> Result:
+    """Our runs have one thread, whose seconds are those of the CPU."""
+    known = {"cpu_seconds": found.get("seconds"), "peak_gb": found.get("peak_rss_gb")}
+    return known | found
 
 
 def make(
@@ -93,10 +115,13 @@ def make(
     jobs: int,
     progress: Progress,
 ) -> list[Result]:
-    """Make what is missing; the failed cells."""
+    """Make what is missing; the failed cells. Ours are made by `python -m experiments`."""
     failed = []
     for dataset in datasets:
-        names = [m for m in table.methods(dataset) if not methods or m in methods]
+        others = [m for m in table.methods(dataset) if m != OWN]
+        names = [m for m in others if not methods or m in methods]
+        if not names:
+            continue
         given = {m: s for m, s in table.settings.get(dataset, {}).items() if m in names}
         prepared = prepare(
             load_config(table.config.format(dataset=dataset)),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cimage_dist import baselines
 from cimage_dist.baselines import OWN
-from cimage_dist.config import Config, fingerprint
+from cimage_dist.config import Config, science
 from cimage_dist.data.splits import training_graph
 from cimage_dist.data.store import Graph
 from cimage_dist.errors import UserError
@@ -64,11 +64,11 @@ class Cell:
         """Of everything that decides the result: 12 hex digits. A baseline reads no setting of
         our training, so a change of those leaves it alone.
         """
-        trained = self.cfg if self.method == OWN else Config(data=self.cfg.data)
+        trained = science(self.cfg)
         parts = {
             "method": self.method,
             "settings": self.settings,
-            "science": fingerprint(trained),
+            "science": trained if self.method == OWN else trained["data"],
             "eval": dataclasses.asdict(self.cfg.eval),
             "graph": self.graph.fingerprint,
             "clusters": self.num_clusters,

@@ -313,6 +313,12 @@ def fingerprint(cfg: Config) -> str:
     """12 hex digits of the science sections: the same experiment on another machine keeps its
     name.
     """
+    text = json.dumps(science(cfg), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def science(cfg: Config) -> dict[str, Any]:
+    """What decides the result of a run, by section."""
     tree = dataclasses.asdict(cfg)
     for name in _NOT_SCIENCE:
         del tree[name]
@@ -342,7 +348,7 @@ def fingerprint(cfg: Config) -> str:
                 while part := file.read(1 << 20):
                     digest.update(part)
         tree["cluster"]["labels"] = digest.hexdigest() if files else labels
-    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=6).hexdigest()
+    return tree
 
 
 def is_url(place: str) -> bool:

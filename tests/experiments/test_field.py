@@ -7,6 +7,7 @@ import json
 import pytest
 
 from cimage_dist.baselines import METHODS
+from cimage_dist.train.progress import Progress
 from experiments.field import (
     Field,
     average_ranks,
@@ -22,6 +23,8 @@ TABLE = Field("f", "Title", "Note.", "configs/node/{dataset}.yaml", "node.test",
 
 def write(results, dataset, method, *scores, **more):
     folder = TABLE.folder(results, dataset) / method
+    if method == "cimage":
+        folder = results / "node" / dataset / "as-shipped"
     folder.mkdir(parents=True)
     for seed, score in enumerate(scores):
         cell = {"method": method, "seed": seed, "node": {"test": score}, "cpu_seconds": 2.0}
@@ -79,6 +82,14 @@ def test_graphs_without_a_rank_say_who_is_ahead(tmp_path):
     assert "CIMAGE minus" not in text  # one seed has no interval
 
 
+def test_our_row_are_the_runs_of_the_other_tables(tmp_path):
+    write(tmp_path, "a", "cimage", 80.0, 81.0, 82.0, seconds=7.0, peak_rss_gb=0.25)
+    write(tmp_path, "a", "gae", 70.0, 72.0)
+    found = results_of(TABLE, tmp_path, "a")["cimage"]
+    assert [r["node"]["test"] for r in found] == [80.0, 81.0]  # two seeds, as of the others
+    assert not make(TABLE, tmp_path, tmp_path, ["a"], ["cimage"], None, 1, Progress(quiet=True))
+
+
 def test_shipped_tables_name_methods_and_graphs_that_exist():
     tables = load_fields()
     assert [table.name for table in tables] == ["node_field", "link_field"]
@@ -93,7 +104,6 @@ def test_shipped_tables_name_methods_and_graphs_that_exist():
 
 def test_a_cell_is_made_once(tmp_path, monkeypatch):
     from cimage_dist.comparison.cell import run_cell
-    from cimage_dist.train.progress import Progress
     from experiments import field
 
     config = tmp_path / "a.yaml"
