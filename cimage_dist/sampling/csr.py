@@ -20,7 +20,12 @@ are treated by degree:
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +42,10 @@ MAX_FANOUT = 1 << 18
 # row never tie.
 _TIE_MASK = (1 << 20) - 1
 
+# Bytes from which an array is read by pages: of a smaller one, reading ahead soon has all in memory.
+LARGE_BYTES = 1 << 30
+_READERS = 16  # pages asked for at a time: a disk answers many requests in the time of one
+
 for _function in (keyed.shift_right, keyed.mix, keyed.word, keyed.nth_word):
     register_jitable(_function)
 
@@ -46,6 +55,53 @@ class CsrGraph(NamedTuple):
 
     indptr: NDArray[np.int64]
     indices: IntArray
+
+
+def is_large(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.nbytes >= LARGE_BYTES
+
+
+def expect_scattered(array: Any) -> None:
+    """Do not read ahead in a large mapped array: the kernel would read 128 KB for every row."""
+    libc, advice = ctypes.CDLL(None), getattr(mmap, "MADV_RANDOM", None)
+    if not is_large(array) or advice is None or not hasattr(libc, "madvise"):
+        return
+    address = array.ctypes.data
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    libc.madvise(
+        ctypes.c_void_p(begin),
+        ctypes.c_size_t(address + array.nbytes - begin),
+        ctypes.c_int(advice),
+    )
+    place = np.zeros(1, dtype=np.int64)
+    _touch(array.reshape(-1).view(np.uint8), place, place)  # compiled before processes are forked
+
+
+def fetch(array: Any, first: NDArray[np.int64], last: NDArray[np.int64] | None = None) -> None:
+    """Bring the rows (of a vector: entries) `first` and `last` of a large mapped array into memory,
+    several at a time, where reading them one by one would wait for the disk each time.
+    """
+    if not is_large(array) or not len(first):
+        return
+    flat, size = array.reshape(-1).view(np.uint8), array.nbytes // len(array)
+    begin = first * size
+    end = (first if last is None else np.maximum(first, last)) * size + size - 1
+    parts = zip(np.array_split(begin, _READERS), np.array_split(end, _READERS), strict=True)
+    list(_readers(os.getpid()).map(lambda part: _touch(flat, *part), parts))
+
+
+@lru_cache(maxsize=1)
+def _readers(process: int) -> ThreadPoolExecutor:
+    # Threads do not survive a fork: the process number makes a child start its own.
+    return ThreadPoolExecutor(_READERS, thread_name_prefix="cimage-pages")
+
+
+@jit
+def _touch(flat, begin, end):  # type: ignore[no-untyped-def]
+    found = 0
+    for i in range(len(begin)):
+        found += flat[begin[i]] + flat[end[i]]
+    return found
 
 
 class Selection(NamedTuple):

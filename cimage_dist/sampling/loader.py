@@ -19,6 +19,7 @@ from cimage_dist import keyed
 from cimage_dist.config import Config
 from cimage_dist.data.sparse import CsrFeatures
 from cimage_dist.errors import UserError
+from cimage_dist.sampling.csr import expect_scattered
 from cimage_dist.sampling.hidden import HiddenEdges, hide
 from cimage_dist.sampling.sampler import NeighbourSampler
 from cimage_dist.sampling.seeds import IntArray, SeedBatch, SeedSchedule, communities, rank_slice
@@ -66,6 +67,7 @@ class BatchSource(Dataset[Batch]):
         self.schedule = SeedSchedule(indptr, indices, batch_edges, seed)
         self.sampler = NeighbourSampler(indptr, indices, fanouts, backend=backend, rescale=rescale)
         self.features = features
+        expect_scattered(features)
         self.seed = seed
         self.hide_rate = hide_rate
         self.views, self.has_negatives = views, has_negatives

@@ -133,6 +133,8 @@ class NeighbourSampler:
     ) -> None:
         self.graph = CsrGraph(np.asarray(indptr), np.asarray(indices))
         self.num_nodes = len(self.graph.indptr) - 1
+        for array in self.graph:
+            csr.expect_scattered(array)
         self.fanouts = check_fanouts(fanouts)
         # Whether messages can have a weight other than 1.
         self.is_weighted = rescale and any(fanout >= 0 for fanout in self.fanouts)
@@ -187,6 +189,7 @@ class NeighbourSampler:
         for hop, fanout in enumerate(self.fanouts, start=1):
             # Every node is a target once, in the hop after its first appearance.
             end = len(ids.nodes)
+            self._fetch(ids.nodes[begin:])
             chosen = self._select(ids.nodes[begin:], fanout, key, hop, hidden)
             src.append(ids.add(graph.indices[chosen.entry]))
             dst.append(np.repeat(np.arange(begin, end), chosen.kept))
@@ -199,7 +202,9 @@ class NeighbourSampler:
         # The rows of the last hop are not read, so their visible degree is an expectation. So is
         # that of all others: a node must have one degree whether it is at the rim of a rank's
         # subgraph or inside another's.
-        nodes, degree = ids.nodes, csr.expected_visible(graph, ids.nodes, hidden)
+        nodes = ids.nodes
+        csr.fetch(graph.indptr, nodes[begin:])
+        degree = csr.expected_visible(graph, nodes, hidden)
         weights = np.concatenate(weight) if self.is_weighted else None
         return View(
             x=_rows_of(features, nodes),
@@ -214,6 +219,13 @@ class NeighbourSampler:
             hops=Hops(tuple(nodes_per_hop), tuple(edges_per_hop)),
             gids=torch.from_numpy(nodes),
         )
+
+    def _fetch(self, targets: NDArray[np.int64]) -> None:
+        indptr, indices = self.graph
+        csr.fetch(indptr, targets, targets + 1)
+        if csr.is_large(indices):
+            first, last = indptr[targets], indptr[targets + 1] - 1
+            csr.fetch(indices, first[first <= last], last[first <= last])
 
     def _check(self, seeds: NDArray[np.int64]) -> None:
         bad = seeds[(seeds < 0) | (seeds >= self.num_nodes)]
@@ -279,6 +291,7 @@ class NeighbourSampler:
 def _rows_of(features: NDArray[Any] | CsrFeatures | None, nodes: NDArray[np.int64]) -> Features:
     if features is None:
         return torch.empty(len(nodes), 0)
+    csr.fetch(features, nodes)
     found = rows_at(features, nodes)
     # A sampled run is the same run whether its features are stored sparse or dense.
     return replace(found, draws_by_place=True) if isinstance(found, SparseRows) else found

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import mmap
 import multiprocessing
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from cimage_dist import keyed
 from cimage_dist.errors import UserError
+from cimage_dist.sampling import csr
 from cimage_dist.sampling import seeds as seeds_module
 from cimage_dist.sampling.loader import BatchLoader, BatchSource
 from cimage_dist.types import Batch, Hops, View
@@ -209,15 +213,38 @@ def test_one_edge_and_a_star() -> None:
     assert int((batch.edges.dst == hub).sum()) == 10
 
 
-def test_mapped_read_only_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_mapped_read_only_files(
+    large: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path_factory.mktemp("graph")
     graph = random_csr()
-    for name, array in zip(("indptr", "indices"), graph, strict=True):
+    x = np.random.default_rng(0).normal(size=(len(graph[0]) - 1, 6)).astype(np.float16)
+    for name, array in zip(("indptr", "indices", "x"), (*graph, x), strict=True):
         np.save(folder / f"{name}.npy", array)
-    mapped = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices")]
+    mapped = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices", "x")]
     options = {"fanouts": [4, 3], "batch_edges": 64, "seed": 2, "backend": "csr"}
-    first, second = (BatchSource(*arrays, **options) for arrays in (graph, mapped))
-    assert_same([first[3]], list(BatchLoader(second, 3, 4, workers=1)))
+    first = BatchSource(*graph, features=x, **options)[3]
+    monkeypatch.setattr(csr, "LARGE_BYTES", 1 if large else 1 << 30)
+    second = BatchSource(*mapped[:2], features=mapped[2], **options)
+    assert_same([first], list(BatchLoader(second, 3, 4, workers=1)))
+    assert_same([first], [second[3]])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_files_are_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((100, 50)))
+
+    def flags(array: np.ndarray) -> str:
+        text = Path("/proc/self/smaps").read_text()
+        begin = text.index(f"{array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE:x}-")
+        return text[text.index("VmFlags", begin) :].splitlines()[0]
+
+    for large in (False, True):
+        monkeypatch.setattr(csr, "LARGE_BYTES", 1 if large else 1 << 30)
+        mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+        csr.expect_scattered(mapped)
+        assert (" rr " in flags(mapped)) == large
 
 
 def test_moves_and_bad_options() -> None:
