@@ -380,8 +380,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         result[name]["train"] = run("train", size, args)
     small, large = (result[name]["train"]["warm"] for name in ("small", "large"))
     result["ratios"] = {name: large[name] / small[name] for name in small}
-    result["limits"] = {f"{gb:g}": run("train", nodes, args, gb) for gb in args.limits}
+    result["limits"] = {}
+    for gb in args.limits:
+        keep(result, args)  # a limit may take long
+        result["limits"][f"{gb:g}"] = run("train", nodes, args, gb)
     return result
+
+
+def keep(result: dict[str, Any], args: argparse.Namespace) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -394,7 +402,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--samples", type=int, default=2000, help="ci.max_samples of the refresh")
     parser.add_argument("--rows", type=int, default=8192, help="nodes to embed")
-    parser.add_argument("--limits", type=float, nargs="*", default=[4, 8], metavar="GB")
+    parser.add_argument("--limits", type=float, nargs="*", default=[8, 4], metavar="GB")
     parser.add_argument("--only", choices=["build"], help="make the stores and stop")
     parser.add_argument("--folder", type=Path, help="keep the stores here")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -414,8 +422,7 @@ def main(given: Sequence[str] | None = None) -> None:
         args.folder.mkdir(parents=True, exist_ok=True)
         result = measure(args)
     print(show(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    keep(result, args)
 
 
 if __name__ == "__main__":

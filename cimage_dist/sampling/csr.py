@@ -44,6 +44,7 @@ _TIE_MASK = (1 << 20) - 1
 
 # Bytes from which an array is read by pages: of a smaller one, reading ahead soon has all in memory.
 LARGE_BYTES = 1 << 30
+_ROWS_AT_ONCE = 1 << 13
 _READERS = 16  # pages asked for at a time: a disk answers many requests in the time of one
 
 for _function in (keyed.shift_right, keyed.mix, keyed.word, keyed.nth_word):
@@ -88,6 +89,16 @@ def fetch(array: Any, first: NDArray[np.int64], last: NDArray[np.int64] | None =
     end = (first if last is None else np.maximum(first, last)) * size + size - 1
     parts = zip(np.array_split(begin, _READERS), np.array_split(end, _READERS), strict=True)
     list(_readers(os.getpid()).map(lambda part: _touch(flat, *part), parts))
+
+
+def rows_of_pages(array: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """array[rows], so few at a time that they are still in memory when they are copied."""
+    out = np.empty((len(rows), *array.shape[1:]), dtype=array.dtype)
+    for begin in range(0, len(rows), _ROWS_AT_ONCE):
+        part = rows[begin : begin + _ROWS_AT_ONCE]
+        fetch(array, part)
+        np.take(array, part, axis=0, out=out[begin : begin + len(part)], mode="clip")
+    return out
 
 
 @lru_cache(maxsize=1)
