@@ -129,7 +129,7 @@ def build(nodes: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gb": peak,
         "store_gb": sum(sizes.values()) / 1e9,
         "files_gb": {name: round(size / 1e9, 3) for name, size in sorted(sizes.items())},
-        "phases": [p for p in phases if not p[1].startswith("read ")],
+        "phases": [p for p in phases if not p[1].startswith(("read ", "committed "))],
         "machine": facts(1),
     }
     note.write_text(json.dumps(found, indent=2) + "\n")
