@@ -42,7 +42,7 @@ MAX_FANOUT = 1 << 18
 # row never tie.
 _TIE_MASK = (1 << 20) - 1
 
-# Bytes from which an array is read by pages: of a smaller one, reading ahead soon has all in memory.
+# Bytes from which an array is read by pages: reading ahead soon has all of a smaller one in memory.
 LARGE_BYTES = 1 << 30
 _ROWS_AT_ONCE = 1 << 13
 _READERS = 16  # pages asked for at a time: a disk answers many requests in the time of one
@@ -59,17 +59,19 @@ class CsrGraph(NamedTuple):
 
 
 def is_large(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and array.nbytes >= LARGE_BYTES
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        return False
+    return array.nbytes >= LARGE_BYTES
 
 
 def expect_scattered(array: Any) -> None:
     """Do not read ahead in a large mapped array: the kernel would read 128 KB for every row."""
-    libc, advice = ctypes.CDLL(None), getattr(mmap, "MADV_RANDOM", None)
-    if not is_large(array) or advice is None or not hasattr(libc, "madvise"):
+    advice = getattr(mmap, "MADV_RANDOM", None)  # not on every system
+    if not is_large(array) or advice is None:
         return
     address = array.ctypes.data
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    libc.madvise(
+    ctypes.CDLL(None).madvise(
         ctypes.c_void_p(begin),
         ctypes.c_size_t(address + array.nbytes - begin),
         ctypes.c_int(advice),
