@@ -45,7 +45,7 @@ demo: $(LIGHT)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest \
-	  -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	  -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
