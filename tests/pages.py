@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="session")
+# Playwright keeps an event loop running in this thread: no longer than the tests of one file, since
+# others start loops of their own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = next(
         (
