@@ -2,7 +2,7 @@
 
 Cells are those of `cimage compare`, one file each in experiments/results/field/, so that a table
 grows method by method; `python -m experiments --render` puts what is there into docs/RESULTS.md.
-Our own row are the runs of the tables `node` and `link` (`python -m experiments node link`).
+Our own row is made of the runs of the tables `node` and `link` (`python -m experiments node link`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numba.extending import register_jitable
@@ -58,7 +58,7 @@ class CsrGraph(NamedTuple):
     indices: IntArray
 
 
-def is_large(array: Any) -> bool:
+def is_large(array: Any) -> TypeGuard[NDArray[Any]]:
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         return False
     return array.nbytes >= LARGE_BYTES

@@ -291,7 +291,7 @@ class NeighbourSampler:
 def _rows_of(features: NDArray[Any] | CsrFeatures | None, nodes: NDArray[np.int64]) -> Features:
     if features is None:
         return torch.empty(len(nodes), 0)
-    if isinstance(features, np.ndarray) and csr.is_large(features):
+    if csr.is_large(features):
         return torch.from_numpy(csr.rows_of_pages(features, nodes))
     found = rows_at(features, nodes)
     # A sampled run is the same run whether its features are stored sparse or dense.

@@ -82,7 +82,7 @@ def test_graphs_without_a_rank_say_who_is_ahead(tmp_path):
     assert "CIMAGE minus" not in text  # one seed has no interval
 
 
-def test_our_row_are_the_runs_of_the_other_tables(tmp_path):
+def test_our_row_is_made_of_the_runs_of_the_other_tables(tmp_path):
     write(tmp_path, "a", "cimage", 80.0, 81.0, 82.0, seconds=7.0, peak_rss_gb=0.25)
     write(tmp_path, "a", "gae", 70.0, 72.0)
     found = results_of(TABLE, tmp_path, "a")["cimage"]
